@@ -155,7 +155,7 @@ def _code_and_shape(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list
 
 
 def _check_disjoint(function: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse two tensors that overlap in memory. One tensor may have two names: it is tied."""
+    """Refuse tensors that overlap in memory. `tensors` holds a tied tensor once, by its first name."""
     spans = sorted(
         (str(each.device), *_span(each), name) for name, each in tensors.items() if each.numel()
     )

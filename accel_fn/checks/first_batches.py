@@ -1,4 +1,4 @@
-"""Run the default checks on a few batches of a step, and count the other batches."""
+"""Run the default checks of a step function: all of them on a few batches, cheap ones on the others."""
 
 from __future__ import annotations
 

@@ -461,7 +461,10 @@ def ones_of(plan: Plan) -> Weight:
 
 
 def _shifted(plan: Plan, parts: Sequence[Any]) -> Sequence[Weight] | None:
-    """Return the weights of parts if `labels_at` had the opposite shift; None for another weight_fn."""
+    """Return the weights that the parts would have with the opposite `shift` of `labels_at`.
+
+    Return None if `weight_fn` is not `labels_at`, or if `shift` does not apply.
+    """
     weight_fn = plan.weight_fn
     if not isinstance(weight_fn, partial) or weight_fn.func is not labels_at:
         return None

@@ -20,7 +20,7 @@ from accel_fn.data.random_generators import Generators
 from accel_fn.data.shard_batch import rows_of_rank
 from accel_fn.errors import BatchError
 
-# The most tensors that an error lists.
+# The largest number of tensors that an error message lists.
 _SHOWN = 3
 Place = tuple[int, ...]
 """A path of positions through a batch."""

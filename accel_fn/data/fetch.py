@@ -120,7 +120,7 @@ class BatchReader:
     def _with_parts(
         self, parts: Iterable[Any], epoch: int | None, first_batch: int, seed: int, *, by_loop: bool
     ) -> Iterator[tuple[Part, Any]]:
-        """Yield each part and its batch; mark the first batches with their samples."""
+        """Yield each part and its batch; let the first batches carry what can read their samples again."""
         keeps = epoch is None or (by_loop and self._loop_epochs.are_set())
         epoch = epoch or 0
         seed = mix(mix(seed) + epoch)

@@ -260,8 +260,9 @@ class ZeRO(Strategy):
     def _check_reached(self, loss: Tensor) -> None:
         """Check which parameters the loss reaches.
 
-        Raises if the loss reaches no parameter, a parameter of another engine, or other parameters
-        than on another rank; also if parameters were written since `build`.
+        Raise if it reaches no parameter of this engine, or a parameter of another engine. From
+        stage 1 on, also raise if it reaches different parameters on different ranks, or if
+        parameters were written since `build`.
         """
         leaves = {id(each): each for each in _leaves(loss)}
         names = [name for each, name in self._names.items() if each in leaves]

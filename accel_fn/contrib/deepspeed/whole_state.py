@@ -147,7 +147,7 @@ def _set(parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
         else:
             safe_set_full_optimizer_state(parameter, value, key)
         return
-    # DeepSpeed pads a parameter, so that all shards have one size. Its function for whole values
+    # DeepSpeed pads a parameter, so that all shards have the same size. Its function for whole values
     # does not pad, so pad here. Use `Any`, since DeepSpeed has added attributes to parameters.
     held: Any = parameter
     size = held.ds_tensor.numel()

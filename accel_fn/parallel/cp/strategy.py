@@ -297,7 +297,7 @@ def _attention_behind(ends: Sequence[Node]) -> list[Node]:
 
 
 class _SumOverBlocks(torch.autograd.Function):
-    """The sum of a loss and of further numbers over the axis."""
+    """Sums over the ranks along `cp`, of a loss and of each metric value; the loss alone has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, rest: Tensor, cp: DistState) -> tuple[Tensor, Tensor]:

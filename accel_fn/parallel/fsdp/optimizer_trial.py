@@ -79,7 +79,10 @@ def try_optimizer(
 
 
 def _length(size: int, first: int) -> int:
-    """Return a small tensor's number of rows, a multiple of `size` if and only if `first` is one."""
+    """Return the number of rows of a small tensor that stands for a parameter with `first` rows.
+
+    The number is divisible by `size` if and only if `first` is divisible by `size`.
+    """
     # Give every rank rows. The update of a rank without rows may fail, and the other ranks would
     # deadlock.
     return 3 * size - 1 if first % size else 2 * size
