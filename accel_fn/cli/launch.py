@@ -7,7 +7,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -89,7 +89,7 @@ def launch(
         raise click.UsageError("--json needs --dry-run")
     kind: Literal["script", "module", "program"]
     kind = "module" if module else "program" if no_python else "script"
-    _name_options_of_script(script, arguments)
+    _name_options_of_script(script, arguments, flags)
     resolved = resolve_settings(flags, config_file)
 
     with one_line_errors():
@@ -104,11 +104,19 @@ def launch(
     sys.exit(exit_code)
 
 
-def _name_options_of_script(script: str, arguments: Sequence[str]) -> None:
-    """Warn if options of the launch stand after the script's name: the script gets them instead."""
-    own = {"-n", *(f"--{name.replace('_', '-')}" for name in SETTINGS)}
+def _name_options_of_script(
+    script: str, arguments: Sequence[str], flags: Mapping[str, object]
+) -> None:
+    """Warn if options of the launch stand after the script's name: the script gets them instead.
+
+    Leave out options that also stand before the script. A `--` right after the script goes to it too.
+    """
+    not_given = [name for name in SETTINGS if flags[name] is None]
+    own = {f"--{name.replace('_', '-')}" for name in not_given}
+    own |= {"-n"} if "num_processes" in not_given else set()
     named = [each.partition("=")[0] for each in arguments if each.startswith("-")]
-    after = [each for each in named if each.replace("_", "-") in own]
+    after = ["--"] if arguments[:1] == ("--",) else []
+    after += [each for each in named if each.replace("_", "-") in own]
     if after:
         click.echo(
             f"accel-fn launch: {' and '.join(after)} after {script} goes to the script; options of the "

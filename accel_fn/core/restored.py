@@ -132,12 +132,8 @@ def seed_all(state: DistState, *, per_rank: bool = True) -> None:
     """
     check_state("seed_all", state)
     check_flag("seed_all", "per_rank", per_rank)
-    _seed_with(number_for_all(state, state.data.rank if per_rank else "all"), state.device)
-
-
-def number_for_all(state: DistState, place: int | str) -> int:
-    """Return the number with which `seed_all` seeds one rank or all ranks."""
-    return _number(f"accel_fn seed_all {state.seed} {place} {_position(state)}")
+    place = state.data.rank if per_rank else "all"
+    _seed(f"accel_fn seed_all {state.seed} {place} {_position(state)}", state.device)
 
 
 def key_random(state: DistState, slot: int) -> None:
@@ -166,10 +162,7 @@ def _number(key: str) -> int:
 
 
 def _seed(key: str, device: torch.device) -> None:
-    _seed_with(_number(key), device)
-
-
-def _seed_with(number: int, device: torch.device) -> None:
+    number = _number(key)
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.default_generator.manual_seed(number % 2**63)

@@ -11,7 +11,6 @@ from unittest import mock
 
 import torch
 
-from accel_fn.core import restored
 from accel_fn.core.report import Report
 from accel_fn.core.state import DistState
 from accel_fn.core.step import Step
@@ -34,10 +33,9 @@ class Update:
 
 
 class Updates(list[Update]):
-    """The updates of a program in order, and how often it called `af.draw` and `af.seed_all`."""
+    """The updates of a program in order, and how often it called `af.draw`."""
 
     num_draws = 0
-    num_seeds = 0
 
 
 @contextmanager
@@ -48,14 +46,13 @@ def recorded_updates(
 ) -> Iterator[Updates]:
     """Record each `step(state, batch)` inside the context, of every step of this process.
 
-    On one rank, `af.draw` draws from torch's global generator, in the order of the program, and
-    `af.seed_all` seeds with `state.seed` itself: so a program that moved its draws from the loss into
-    `af.draw` gets the numbers that it had before. For a comparison with several ranks, give
-    `draws="state"`.
+    On one rank, `af.draw` draws from torch's global generator, in the order of the program: so a
+    program that moved its draws from the loss into `af.draw` gets the numbers that it had before. For
+    a comparison with several ranks, give `draws="state"`.
 
     Args:
         on_update: called with each update, after its step.
-        draws: "state": `af.draw` and `af.seed_all` work as outside of the context.
+        draws: "state": `af.draw` works as outside of the context.
 
     Yields:
         The list of updates, which grows with each step.
@@ -79,7 +76,7 @@ def recorded_updates(
         raise ArgumentError(message("recorded_updates", "draws", rule, draws))
     updates = Updates()
     run, home = Step.__call__, importlib.import_module("accel_fn.data.draw")
-    own, number = home.generator_of, restored.number_for_all
+    own = home.generator_of
 
     def call(
         step: Step[Any], state: DistState, batch: Any, **options: Any
@@ -95,19 +92,12 @@ def recorded_updates(
 
     def generator_of(state: DistState, name: str) -> torch.Generator:
         updates.num_draws += 1
-        return torch.default_generator if is_global(state) else own(state, name)
-
-    def number_for_all(state: DistState, place: int | str) -> int:
-        updates.num_seeds += 1
-        return state.seed if is_global(state) else number(state, place)
-
-    def is_global(state: DistState) -> bool:
-        return draws == "global" and state.world_size == 1
+        is_global = draws == "global" and state.world_size == 1
+        return torch.default_generator if is_global else own(state, name)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Step, "__call__", call))
         stack.enter_context(mock.patch.object(home, "generator_of", generator_of))
-        stack.enter_context(mock.patch.object(restored, "number_for_all", number_for_all))
         yield updates
 
 

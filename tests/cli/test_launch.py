@@ -62,6 +62,14 @@ def test_options_of_the_launch_that_stand_after_the_script_are_named(launchers, 
     assert ended.stderr == ""
 
 
+def test_an_option_on_both_sides_of_the_script_is_not_named_and_a_separator_is(launchers, tmp_path):
+    both = ["--cpu", "-n", "1", "script.py", "--cpu", "-n", "3", "--num-processes=3", "--", "x"]
+    ended = launchers.run(tmp_path, *both, script="")
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    ended = launchers.run(tmp_path, "-n", "1", "script.py", "--", "--cpu", script="")
+    assert "accel-fn launch: -- and --cpu after script.py goes to the script" in ended.stderr
+
+
 def test_a_mesh_that_the_processes_cannot_form_is_refused_before_they_start(launchers, tmp_path):
     options = ["-n", 4, "--cpu", "--mesh", "dp=2,tp=3"]
     ended = launchers.run(tmp_path, *options, "script.py", script="print('started')")

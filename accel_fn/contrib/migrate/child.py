@@ -63,11 +63,10 @@ class Seen:
 
 @dataclass
 class Recording:
-    """The updates of a script, and which of accel_fn's random functions it uses."""
+    """The updates of a script, and whether it calls `af.draw`."""
 
     updates: list[Seen] = field(default_factory=list)
     uses_draw: bool = False
-    uses_seed_all: bool = False
     divisor: int = 1
     """The number of batches by which accelerate divides each loss."""
 
@@ -128,7 +127,7 @@ def _watched_new(found: Recording, num_updates: int, *, draws: Any) -> Iterator[
                 update.draws,
             )
         )
-        found.uses_draw, found.uses_seed_all = updates.num_draws > 0, updates.num_seeds > 0
+        found.uses_draw = updates.num_draws > 0
         if len(found.updates) >= num_updates:
             raise _Enough
 

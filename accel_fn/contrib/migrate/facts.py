@@ -122,6 +122,18 @@ class Facts(Objects):
         } - self.counting_loops.keys()
 
     @cached_property
+    def epoch_numbers(self) -> set[cst.CSTNode]:
+        """Return the names that read the number of the epoch in a loop over epochs."""
+        return {
+            node
+            for loop in self.epoch_loops
+            for node in walk(loop.body)
+            if isinstance(node, cst.Name)
+            and node.value == self.code(loop.target) != "_"
+            and self.stands_for_itself(node)
+        }
+
+    @cached_property
     def _optimizer_steps(self) -> dict[str, list[int]]:
         """Return the lines that step an optimizer, by the source of the call: `optimizer.step`."""
         found: dict[str, list[int]] = {}
@@ -239,11 +251,16 @@ class Facts(Objects):
         found = {}
         for call in self._method_calls("gather", "gather_for_metrics"):
             loop = self.loop_around(call)
-            is_for = isinstance(loop, cst.For) and loop not in self._backward_of
+            is_for = isinstance(loop, cst.For) and call.args and loop not in self._backward_of
             loader = self.loader_in(loop.iter) if isinstance(loop, cst.For) and is_for else ""
             if isinstance(loop, cst.For) and loader:
                 found[loop] = loader
         return found
+
+    def gathers_in(self, loop: cst.For) -> list[cst.Call]:
+        """Return the calls in a loop that gather rows."""
+        calls = self._method_calls("gather", "gather_for_metrics")
+        return [each for each in calls if each.args and self.loop_around(each) is loop]
 
     def evaluates(self, node: cst.CSTNode) -> bool:
         """Return whether a node is in a loop of an evaluation."""
@@ -261,6 +278,16 @@ class Facts(Objects):
                     if number:
                         found[each] = number
         return found
+
+    def holds_for_first(self, node: cst.If) -> bool:
+        """Return whether a test is `i % k == 0` in `for i, batch in enumerate(loader)`."""
+        loop = self.loop_around(node)
+        if not isinstance(loop, cst.For) or not isinstance(loop.iter, cst.Call):
+            return False
+        from_zero = self.code(loop.iter.func) == "enumerate" and len(loop.iter.args) == 1
+        count = re.escape(self.code(loop.target).strip("()").split(",")[0])
+        tested = re.search(rf"(?<![\w.+] ){count} *% *[\w.]+ *== *0\b", self.code(node.test))
+        return from_zero and tested is not None
 
     def _modulus(self, test: cst.CSTNode) -> str:
         for node in walk(test):
@@ -296,6 +323,57 @@ class Facts(Objects):
             for call in made
         )
         return bool(self.num_microbatches) and not is_shown
+
+    def lengths_of_schedules(self, optimizers: Iterable[str]) -> Iterator[cst.Call]:
+        """Yield the calls of `len` that make a schedule shorter when a batch has all samples of an update.
+
+        These are the lengths of a loader that the script trains on, not divided by the number of
+        batches of an update, in what makes a schedule of one of these optimizers.
+        """
+        loaders = {*self.training_loaders, *map(self.renamed.get, self.training_loaders)}
+        for name in self._schedulers_of_updates if self.num_microbatches else ():
+            nodes = [node for value in self._behind(name, set()) for node in walk(value)]
+            is_divided = any(
+                isinstance(each, cst.BinaryOperation)
+                and isinstance(each.operator, cst.Divide | cst.FloorDivide)
+                and self.is_number_of_batches(each.right)
+                for each in nodes
+            )
+            for node in nodes if self.names_in_making(name) & {*optimizers} else ():
+                is_length = isinstance(node, cst.Call) and self.code(node.func) == "len"
+                if not is_length or is_divided or self.loader_in(node.args[0].value) not in loaders:
+                    continue
+                if not self.is_grouped or self.line(node) > max(self.prepare_lines, default=0):
+                    yield node
+
+    @cached_property
+    def _schedulers_of_updates(self) -> list[str]:
+        """Return the schedulers that the script steps once per update."""
+        always = {
+            self.code(call.func.value)
+            for call in self._calls
+            if isinstance(call.func, cst.Attribute)
+            and call.func.attr.value == "step"
+            and not self._branch(call)
+        }
+        return [
+            name
+            for name, kind in self.kinds.items()
+            if kind == "scheduler"
+            and name not in self.schedulers_of_epochs
+            and not (name in self.own_schedulers and name in always)
+        ]
+
+    def _behind(self, name: str, seen: set[str]) -> Iterator[cst.BaseExpression]:
+        """Yield the value of a variable, and those of the variables in it that are not prepared."""
+        value = self._assigned.get(name)
+        if value is None or name in seen:
+            return
+        seen.add(name)
+        yield value
+        for each in walk(value):
+            if isinstance(each, cst.Name | cst.Attribute) and self.code(each) not in self.kinds:
+                yield from self._behind(self.code(each), seen)
 
     def factored(self, node: cst.CSTNode) -> str | None:
         """Return the source of a length, size or rate without factors that a step does not need.
@@ -366,7 +444,7 @@ class Facts(Objects):
             "fused": scales and "fused=True" in text,
             "samples in its own order": bool(re.search(r"seedable|sampler=", text)),
             "equal seeds": not re.search(rf"device_specific|set_seed\(.*{RANK}", text),
-            "schedules": "scheduler" in kinds,
+            "schedules": "scheduler" in self.prepared_kinds.values(),
             "on the CPU": "cpu" in self._constructor,
             "automatic names": "automatic_checkpoint_naming" in text,
             "several models": accumulates and kinds.count("model") > 1,

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 
 import libcst as cst
 
@@ -63,7 +64,9 @@ class Backward:
         self.loop = facts.loop_around(call)
         self.before = list(self._statements(self._body.body))
         self.loss = self._undivided(call.args[0].value) if call.args else None
-        self.kept = self._slice({*names_in(self.loss)}) if self.loss is not None else []
+        self._values = [] if self.loss is None else [self.loss]
+        """What the function that replaces the loop returns."""
+        self.kept = self._slice({name for each in self._values for name in names_in(each)})
 
     @cached_property
     def _body(self) -> cst.BaseSuite:
@@ -213,13 +216,13 @@ class Backward:
 
     @cached_property
     def _nodes(self) -> list[cst.CSTNode]:
-        parts = [*self.kept, *([] if self.loss is None else [self.loss])]
+        parts = [*self.kept, *self._values]
         return [node for part in parts for node in walk(part)]
 
     @cached_property
     def _read(self) -> dict[str, None]:
         """Return the names and attributes in the statements of the loss, in order."""
-        parts = [*self.kept, *([] if self.loss is None else [self.loss])]
+        parts = [*self.kept, *self._values]
         left = [each for each in parts if not self._draws_rows(each)]
         return dict.fromkeys(name for part in left for name in names_in(part))
 
@@ -385,7 +388,7 @@ class Backward:
         ]
         return Loop(
             self.number,
-            max([*self.facts.prepare_lines, *map(self.facts.moved_at, self.frozen)], default=0),
+            max([*self.facts.made_lines, *map(self.facts.moved_at, self.frozen)], default=0),
             "\n".join(program),
             "\n".join(in_loop),
             self.batch,
@@ -401,7 +404,7 @@ class Backward:
             lines.append(f"    {names} = batch")
         if self._source[0] != self.batch:
             lines.append(f"    {self._source[0]} = {self.batch}")
-        by_code = {model: "model", **{name: f'frozen["{last(name)}"]' for name in self.frozen}}
+        by_code = self._by_code(model)
         for each in self.kept:
             is_draw = isinstance(each, cst.Assign) and each.value in self.draws
             if not is_draw:
@@ -409,6 +412,10 @@ class Backward:
         if self.loss is not None:
             lines = _returned(lines, self._source_of(self.loss, by_code))
         return lines
+
+    def _by_code(self, model: str) -> dict[str, str]:
+        """Return the names of the models in a loss function, by those in the script."""
+        return {model: "model", **{name: f'frozen["{last(name)}"]' for name in self.frozen}}
 
     def _source_of(self, node: cst.CSTNode, by_code: Mapping[str, str]) -> str:
         """Return the source of a statement in the loss, with the names that the loss uses."""
@@ -499,6 +506,7 @@ class Backward:
                 "the optimizer steps below the loop, so its batches are one update: give the step "
                 "all of them, in a list for af.accumulate(k, split=None)",
             )
+        self._check_counts()
         if not self.models:
             why = "no line prepares the model of this loss: give af.Plan the one that trains"
             self.by_hand[why] = None
@@ -519,6 +527,23 @@ class Backward:
                 f"line {line}: `{name}` is a value that only loss_fn has: let it return (loss, "
                 "{NAME: ...}), a mean over the batch, and read report.metrics[NAME]"
             ] = None
+
+    def _check_counts(self) -> None:
+        """Add a note for an update of one batch, and for a schedule that the new batches make shorter."""
+        facts, k = self.facts, self.facts.num_microbatches
+        for each in facts.counting_ifs:
+            if self.loop in facts.ancestors(each) and facts.holds_for_first(each):
+                self._note(
+                    each,
+                    f"`{facts.code(each.test)}` holds for the first batch, so the script's first update "
+                    f"has this batch alone; each update of a step has {k}",
+                )
+        for call in facts.lengths_of_schedules(self.optimizers):
+            self._note(
+                call,
+                f"`{facts.code(call)}` counts updates now, not batches, so the schedule ends {k} times "
+                f"earlier: for the script's rates, multiply by {k}",
+            )
 
     def _check_names(self, local: set[str]) -> None:
         """Add a note for each name in the loss that is not defined in it or around it."""
@@ -545,6 +570,70 @@ class Backward:
                 )
             if why:
                 self.by_hand[why] = None
+
+
+class Prediction(Backward):
+    """A loop that evaluates and gathers rows, and the call of `af.predict` that replaces it."""
+
+    def __init__(self, facts: Facts, loop: cst.For) -> None:
+        self.calls = facts.gathers_in(loop)
+        super().__init__(facts, self.calls[-1])
+        self.loss = None
+        self._values = [each.args[0].value for each in self.calls]
+        gathers = {*self.calls}
+        self.before = [each for each in self.before if gathers.isdisjoint(walk(each))]
+        self.kept = self._slice({name for each in self._values for name in names_in(each)})
+
+    def _is_transparent(self, node: cst.With) -> bool:
+        return super()._is_transparent(node) or all(
+            self.facts.code(each.item) in ("torch.no_grad()", "torch.inference_mode()")
+            for each in node.items
+        )
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Return the names of the gathered rows, those of each call as one text."""
+        return [self._name(*each) for each in enumerate(self.calls, 1)]
+
+    def _name(self, number: int, call: cst.Call) -> str:
+        around, value = self.facts.parents[call], self.facts.code(call.args[0].value)
+        if isinstance(around, cst.Assign):
+            return self.facts.code(around.targets[0].target).strip("()")
+        if isinstance(around, cst.Arg) and around.keyword is not None:
+            return str(around.keyword.value)
+        return value if value.isidentifier() else f"rows_{number}"
+
+    def program(self, loader: str) -> str:
+        """Write a function of the rows and the call of `af.predict`; "" if the loop does more than gather."""
+        nodes = [node for part in [*self.kept, *self._values] for node in walk(part)]
+        local = {name for each in self.kept for name in writes(each)} | self._batch_names
+        changed = {*writes(self.loop or self.call)} - local
+        of_accelerate = {
+            each.attr.value
+            for each in nodes
+            if isinstance(each, cst.Attribute) and self.facts.is_accelerator(each.value)
+        }
+        is_more = of_accelerate - {"device", "unwrap_model"} or changed & {
+            name for each in nodes for name in names_in(each)
+        }
+        is_always = all(
+            not isinstance(each, cst.If | cst.Try)
+            for call in self.calls
+            for each in takewhile(
+                lambda around: around is not self.loop, self.facts.ancestors(call)
+            )
+        )
+        if is_more or self.by_hand or not is_always or len({*self.names}) < len(self.names):
+            return ""
+        model = next((each for each in self._read if each in self.facts.trained), "model")
+        lines = [each.replace("loss_fn", "predict_fn", 1) for each in self._loss_fn("", model, [])]
+        values = [self._source_of(each, self._by_code(model)) for each in self._values]
+        groups = self.names
+        if len(values) > 1:
+            groups = [f"({each})" if "," in each else each for each in groups]
+        lines.append(f"    return {', '.join(values)}")
+        lines.append(f"{', '.join(groups)} = af.predict(step, state, {loader}, predict_fn)")
+        return "\n".join(lines)
 
 
 def _returned(lines: list[str], loss: str) -> list[str]:

@@ -64,6 +64,10 @@ class Objects(Source):
                 return str(each.name)
         return None
 
+    def is_of_transformers(self, node: cst.CSTNode) -> bool:
+        """Return whether a node names the `set_seed` of transformers, which the new program can keep."""
+        return self._imported(node) == _SET_SEED_OF_TRANSFORMERS
+
     @cached_property
     def _accelerators(self) -> set[str]:
         """Return the names of the variables and attributes that hold an accelerator or a state."""
@@ -212,6 +216,12 @@ class Objects(Source):
         is_optional = any(self.code(value) in self.code(each.test) for each in around)
         return f"{seed} or 0" if is_optional else seed
 
+    def seed_of_rank(self, call: cst.Call) -> str:
+        """Return the seed that `set_seed` gives to a rank."""
+        seed = re.sub(RANK, r"state.\1rank", self.code(call.args[0].value))
+        is_own = re.search(r"device_specific *= *True", self.code(call))
+        return f"{seed} + state.rank" if is_own else seed
+
     def _written_at(self, node: cst.BaseExpression, place: cst.CSTNode) -> str:
         """Write an expression for `place`: variables assigned below it become values."""
         function, edits = self.function_around(place), list[Edit]()
@@ -238,6 +248,25 @@ class Objects(Source):
 
     @cached_property
     def kinds(self) -> dict[str, str]:
+        """Return the kind of each object that the script prepares, and of its other schedulers."""
+        return {**self.prepared_kinds, **dict.fromkeys(self.own_schedulers, "scheduler")}
+
+    @cached_property
+    def own_schedulers(self) -> list[str]:
+        """Return the schedulers that the script makes with a prepared optimizer and does not prepare."""
+        prepared = self.prepared_kinds
+        optimizers = {name for name, kind in prepared.items() if kind == "optimizer"}
+        return [
+            name
+            for name in self._assigned
+            if name not in prepared
+            and "," not in name
+            and self.kind(name) == "scheduler"
+            and optimizers & self.names_in_making(name)
+        ]
+
+    @cached_property
+    def prepared_kinds(self) -> dict[str, str]:
         """Return the kind of each name that is an argument or a result of prepare."""
         found: dict[str, str] = {}
         for call in self._method_calls(
@@ -271,6 +300,12 @@ class Objects(Source):
     @cached_property
     def prepare_lines(self) -> list[int]:
         return [self.positions[each].end.line for each in self._method_calls("prepare")]
+
+    @cached_property
+    def made_lines(self) -> list[int]:
+        """Return the last lines of the statements that make what the recipe and the plan take."""
+        made = [self._assigned[name] for name in self.own_schedulers]
+        return [*self.prepare_lines, *(self.positions[each].end.line for each in made)]
 
     def is_local_elsewhere(self, name: str, node: cst.CSTNode) -> bool:
         """Return whether a name is local to a function around the node that never prepares."""

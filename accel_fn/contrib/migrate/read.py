@@ -11,7 +11,7 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper
 
 from accel_fn.contrib.migrate.facts import Facts
-from accel_fn.contrib.migrate.loops import Backward, Loop
+from accel_fn.contrib.migrate.loops import Backward, Loop, Prediction
 from accel_fn.contrib.migrate.source import joined, last, walk
 from accel_fn.contrib.migrate.table import DIFFERENCES, TABLE
 from accel_fn.errors import ArgumentError, message
@@ -268,6 +268,9 @@ class _Reader:
         function = self.facts.name_in_accelerate(node)
         if function is not None:
             self._read_function(node, function)
+        elif node in self.facts.epoch_numbers:
+            if not self._has_epoch(node):
+                self._add_use(node, "epoch")
         elif (read := self._loss_read(node)) is not None:
             self._add_use(node, "loss.read", {"report": f"report{self._suffix(read)}"})
             self._done |= {*walk(node)}
@@ -288,14 +291,17 @@ class _Reader:
             self._add_use(parameters[0] if parameters else node, "annotation")
             return
         member = self.facts.code(self.facts.parents[node])
-        if name == "set_seed" and "equal seeds" not in self.facts.traits:
-            name = "set_seed(own)"
+        call = self.facts.parents[node]
+        if name == "set_seed" and isinstance(call, cst.Call) and call.args:
+            key = "set_seed(of transformers)" if self.facts.is_of_transformers(node) else name
+            self._add_use(node, key, {"seed": self.facts.seed_of_rank(call)})
+            self._done |= {*walk(call)}
+            return
         if name == "get_logger" and self.facts.function_around(node) is None:
             name = "get_logger(module)"
         if name == "DistributedType" and member.endswith((".FSDP", ".DEEPSPEED")):
             name = "DistributedType(sharded)"
         self._add_use(node, name)
-        call = self.facts.parents[node]
         if name != "Accelerator" or not isinstance(call, cst.Call):
             return
         for argument in call.args:
@@ -321,7 +327,7 @@ class _Reader:
         elif name == "reduce" and re.search("[\"']mean[\"']", self.facts.code(call)):
             self._add_use(node, "accelerator.reduce(mean)")
         elif name in ("gather", "gather_for_metrics") and self.facts.evaluates(node):
-            self._add_use(node, "accelerator.gather_for_metrics(in a loop)")
+            self._read_gathered(node, call)
         elif name == "autocast" and self.facts.trains(node):
             self._add_use(node, "accelerator.autocast(in a loop)")
         elif name == "backward" and (len(self._updates) > 1 or self._draws(call)):
@@ -392,6 +398,17 @@ class _Reader:
         else:
             self._add_use(node, "accelerator.device")
 
+    def _read_gathered(self, node: cst.Attribute, call: cst.CSTNode) -> None:
+        """Add the use of rows that an evaluation gathers; as a part of a line, they get a name."""
+        loop = self.facts.loop_around(node)
+        is_part = not isinstance(self.facts.parents[call], cst.Assign | cst.Expr)
+        if is_part and isinstance(loop, cst.For) and self._predictions(loop):
+            found = Prediction(self.facts, loop)
+            name = dict(zip(found.calls, found.names, strict=True)).get(call, "")
+            self._add_use(node, "accelerator.gather_for_metrics(named)", {"name": name})
+        else:
+            self._add_use(node, "accelerator.gather_for_metrics(in a loop)")
+
     def _known_figure(self, call: cst.Call) -> str:
         """Return the report's field with the value that a call gathers; "" if it has none."""
         text = self.facts.code(call)
@@ -423,8 +440,13 @@ class _Reader:
             values = {"to": to, "loader": name, "k": k, "order": order}
             self._add_use(node, f"accelerator.prepare({key})", values)
         for name in kinds["scheduler"]:
-            of_epochs = " of epochs" if name in self.facts.schedulers_of_epochs else ""
-            self._add_use(node, f"accelerator.prepare(scheduler{of_epochs})", {"scheduler": name})
+            self._add_scheduler(node, "accelerator.prepare(scheduler)", name)
+
+    def _add_scheduler(self, node: cst.CSTNode, key: str, name: str) -> None:
+        """Add the use of a scheduler; `every` is the argument of `af.schedule` for one that counts epochs."""
+        every = f", every={self.facts.values['loader']}"
+        of_epochs = name in self.facts.schedulers_of_epochs
+        self._add_use(node, key, {"scheduler": name, "every": every if of_epochs else ""})
 
     def _read_prepared(self, node: cst.Attribute) -> None:
         """Add the call of a method of the model, the optimizer, a loader or a scheduler."""
@@ -477,7 +499,15 @@ class _Reader:
             loader = self.facts.training_loops[inner[0]]
             self._add_use(node, "loader.epochs", {"num_epochs": count + since, "loader": loader})
         elif node in self.facts.evaluation_loops:
-            self._add_use(node, "loader.evaluation", {"loader": self.facts.evaluation_loops[node]})
+            loader, program = self.facts.evaluation_loops[node], self._predictions(node)
+            key = "loader.predictions" if program else "loader.evaluation"
+            self._add_use(node, key, {"loader": loader, "program": program})
+
+    def _predictions(self, loop: cst.For) -> str:
+        """Write the call of `af.predict` that replaces a loop; "" if it gathers a loss, or does more."""
+        if any(self._known_figure(each) for each in self.facts.gathers_in(loop)):
+            return ""
+        return self._owned(Prediction(self.facts, loop).program(self.facts.evaluation_loops[loop]))
 
     def _read_assignment(self, node: cst.Assign | cst.AugAssign) -> bool:
         """If a line moves into the loss or is deleted, add its use; return whether it is so."""
@@ -491,6 +521,9 @@ class _Reader:
         if divides and self.facts.loop_around(node) in self.facts.training_loops:
             self._add_use(node, "divide")
             return True
+        target = self.facts.code(node.targets[0].target) if isinstance(node, cst.Assign) else ""
+        if target in self.facts.own_schedulers:
+            self._add_scheduler(node, "scheduler", target)
         return False
 
     def _read_loader(self, node: cst.Call) -> None:
@@ -555,20 +588,42 @@ class _Reader:
     def _arguments(self, node: cst.CSTNode, names: str) -> dict[str, str]:
         """Return the arguments of a call by name; for a constructor's argument, only that one."""
         if isinstance(node, cst.Arg) and node.keyword is not None:
-            return {node.keyword.value: self.facts.code(node.value)}
+            return {node.keyword.value: self._moved(node.value)}
         call = self.facts.parents[node]
         if not isinstance(call, cst.Call):
             return {}
         positional = [each for each in call.args if each.keyword is None and not each.star]
         found = {
-            name: self.facts.code(each.value)
+            name: self._moved(each.value)
             for name, each in zip(names.split(), positional, strict=False)
         }
         for each in call.args:
             if each.keyword is not None:
-                found[each.keyword.value] = self.facts.code(each.value)
-        found["all"] = ", ".join(self.facts.code(each).rstrip(", ") for each in call.args)
+                found[each.keyword.value] = self._moved(each.value)
+        found["all"] = ", ".join(self._moved(each).rstrip(", ") for each in call.args)
         return found
+
+    def _moved(self, node: cst.CSTNode) -> str:
+        """Return the source of a node, with the names of the new loop for the epoch and the loss."""
+        edits = []
+        for each in walk(node):
+            if each in self.facts.epoch_numbers:
+                edits.append((*self.facts.span(each), "epoch.index"))
+            elif isinstance(each, cst.Attribute | cst.Name) and (read := self._loss_read(each)):
+                edits.append((*self.facts.span(each), f"report{self._suffix(read)}.loss"))
+        if not edits:
+            return self.facts.code(node)
+        return joined(self.facts.edited(node, edits).splitlines())
+
+    def _has_epoch(self, node: cst.CSTNode) -> bool:
+        """Return whether the statement around a node goes, is replaced, or has the epoch's new name."""
+        line = self.lines.get(self.facts.line([node, *self._up_to_statement(node)][-1]))
+        if line is None:
+            return False
+        texts = [(use.replacement or "...", use.part) for use in line.uses]
+        return line.goes or any(
+            "epoch.index" in text or not (part or "..." in text) for text, part in texts
+        )
 
     def _up_to_statement(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """Yield the nodes around a node, up to its statement or decorator."""

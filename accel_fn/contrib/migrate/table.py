@@ -39,6 +39,10 @@ _CHOSEN = (
 _DEEPSPEED = "wrap_deepspeed takes DeepSpeed's configuration; its engine stays inside of the step."
 _MESH = "Replicas and shards are both along dp: wrap_fsdp(replicate=r). wrap_tp() splits along tp."
 _DISPATCH = "Inference of one model over several devices is transformers' or accelerate's job."
+_SEED = (
+    "The first weights are then the script's. Below af.build, af.seed_all(state) gives each rank dropout "
+    "of its own."
+)
 _TRAIN = "A step trains and evaluate evaluates: each sets the mode."
 
 TABLE: dict[str, Row] = {
@@ -63,10 +67,16 @@ TABLE: dict[str, Row] = {
     "loader.epochs": Row(
         "for epoch in {loader}.epochs({num_epochs}):", "Its number is epoch.index."
     ),
+    "epoch": Row("epoch.index"),
     "loader.evaluation": Row(
         "metrics = af.evaluate(step, state, {loader}, metric_fn)",
         "It takes the place of the loop: metric_fn(model, batch) returns a dict with one value a "
-        "sample, or (sum, count). For a metric of all rows: af.predict(step, state, {loader}, fn).",
+        "sample, or (sum, count). For a metric of all rows, write af.predict and a function of a batch.",
+    ),
+    "loader.predictions": Row(
+        "{program}",
+        "It takes the place of the loop: what reads these rows stands below it, once. af.evaluate computes "
+        "means instead.",
     ),
     "loader.dataset": Row("{name}.loader.dataset"),
     "loader.sampler": Row("{name}.loader.sampler"),
@@ -99,6 +109,11 @@ TABLE: dict[str, Row] = {
     "optimizer.zero_grad": Row(None, "A step has gradients of its own.", (6,)),
     "model.zero_grad": Row(None, "A step has gradients of its own.", (6,)),
     "optimizer.step_was_skipped": Row("not report.applied"),
+    "scheduler": Row(
+        "",
+        "It stays: af.schedule({scheduler}{every}) in the recipe steps it.",
+        transform="af.schedule({scheduler}{every})",
+    ),
     "scheduler.step": Row(None, "af.schedule steps it after each applied update.", (9, 10)),
     "scheduler.step(epoch)": Row(
         None, "af.schedule(..., every={loader}) steps it in an epoch's last batch.", (10,)
@@ -183,16 +198,10 @@ TABLE: dict[str, Row] = {
         (2, 13),
     ),
     "accelerator.prepare(scheduler)": Row(
-        "af.schedule({scheduler}) in the recipe",
-        "It counts updates on any number of processes.",
+        "af.schedule({scheduler}{every}) in the recipe",
+        "It counts updates, or epochs with every=, on any number of processes.",
         (10,),
-        transform="af.schedule({scheduler})",
-    ),
-    "accelerator.prepare(scheduler of epochs)": Row(
-        "af.schedule({scheduler}, every={loader}) in the recipe",
-        "One step an epoch, on any number of processes.",
-        (10,),
-        transform="af.schedule({scheduler}, every={loader})",
+        transform="af.schedule({scheduler}{every})",
     ),
     "accelerator.prepare_model": Row(
         "af.Plan(loss_fn, model, optimizer, frozen=dict({model}={model}))",
@@ -312,6 +321,7 @@ TABLE: dict[str, Row] = {
         (14,),
     ),
     "accelerator.gather_for_metrics(in a loop)": Row(None, "", (14,)),
+    "accelerator.gather_for_metrics(named)": Row("{name}", "", (14,)),
     "accelerator.reduce": Row("af.reduce_sum({tensor}, state)", arguments="tensor reduction"),
     "accelerator.reduce(mean)": Row(
         "af.reduce_mean({tensor}, state)",
@@ -442,17 +452,8 @@ TABLE: dict[str, Row] = {
     "FP8RecipeKwargs": Row('af.with_amp("fp8")', "By torchao."),
     "BnbQuantizationConfig": Row(NONE, "quantization_config of transformers, then adapters."),
     # Functions.
-    "set_seed": Row(
-        "af.seed_all(state, per_rank=False)",
-        "It takes the seed of af.init. Below af.build, af.seed_all(state) gives each rank dropout of its "
-        "own.",
-        (16,),
-    ),
-    "set_seed(own)": Row(
-        "af.seed_all(state)",
-        "It takes the seed of af.init; each rank draws numbers of its own.",
-        (16,),
-    ),
+    "set_seed": Row("torch.manual_seed({seed})", _SEED, (16,)),
+    "set_seed(of transformers)": Row("", _SEED, (16,)),
     "get_logger": Row(
         "af.main_logger(logging.getLogger({name}), state)", arguments="name log_level"
     ),

@@ -85,8 +85,7 @@ def verify(
     if any(each.draws for each in after.updates):
         explanation = "the step draws random numbers, as dropout does, which depend on the split"
         return [*results, Result(what, 0, NOT_COMPARED, explanation, is_theirs=True)]
-    has_own = after.uses_draw or after.uses_seed_all
-    one = run(new, "new", 1, draws="state", cpu=cpu) if has_own or cpu else after
+    one = run(new, "new", 1, draws="state", cpu=cpu) if after.uses_draw or cpu else after
     two = run(new, "new", 2, draws="state", cpu=cpu)
     return [*results, _compared(what, one, two, is_double=is_double)]
 
@@ -155,6 +154,12 @@ def _equal(a: float, b: float, *, is_double: bool) -> bool:
 def _explained(old: Recording, new: Recording, index: int, *, is_double: bool) -> tuple[str, bool]:
     """Return the known difference that explains unequal updates, and whether OLD is wrong."""
     a, b = old.updates[index], new.updates[index]
+    if _is_shifted(old, b, index):
+        return (
+            "a window of accumulation that begins with the first batch alone: the old script steps after it, "
+            "and after whole windows from then on",
+            True,
+        )
     weighed = _explained_by_weights(old, b, index, is_double=is_double) if a.rows == b.rows else ""
     if weighed:
         return weighed, True
@@ -174,6 +179,13 @@ def _explained(old: Recording, new: Recording, index: int, *, is_double: bool) -
     if a.parts and a.position != b.position and (were_equal or _draws(old) or _draws(new)):
         return "another number of draws: the random generators are at other positions", False
     return "", False
+
+
+def _is_shifted(old: Recording, new: Seen, index: int) -> bool:
+    """Return whether OLD's first update has one batch, and NEW's also the next ones of a whole window."""
+    parts = [part for each in old.updates[:2] for part in each.parts]
+    is_first = index == 0 and len(old.updates[0].parts) == 1 < len(parts) - 1
+    return is_first and new.rows == sum(part.rows for part in parts[:-1])
 
 
 def _explained_by_weights(old: Recording, new: Seen, index: int, *, is_double: bool) -> str:

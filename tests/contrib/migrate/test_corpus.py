@@ -16,7 +16,10 @@ EXPLAINED = {
     "short_window": "a short last window of accumulation",
 }
 """Scripts of which accelerate computes an update wrongly, and what is printed of it."""
-BY_HAND = {"text_to_image": ["draws numbers of a shape that only the loss knows"]}
+BY_HAND = {
+    "by_hand": ["`len(train_dataloader)` counts updates now"],
+    "text_to_image": ["draws numbers of a shape that only the loss knows"],
+}
 NAMES = sorted(path.name.removesuffix("_old.py") for path in CORPUS.glob("*_old.py"))
 
 
@@ -35,6 +38,10 @@ def test_the_moved_program_has_what_is_printed(name, tmp_path):
     done = command(tmp_path, "migrate", CORPUS / f"{name}_old.py", "--json")
     found = json.loads(done.stdout)
     moved = (CORPUS / f"{name}_new.py").read_text()
+    uses = [use["replacement"] or "" for line in found["lines"] for use in line["uses"]]
+    written = [each for each in uses if "af.init(" in each or "predict_fn" in each]
+    assert len(written) == 1 + moved.count("def predict_fn")
+    assert all(squeezed(each) in squeezed(moved) for each in written)
     for loop in found["loops"]:
         for text in (*loop["program"].split("\n\n"), loop["in_loop"]):
             assert squeezed(text.replace("*SHAPE", "*(4,)")) in squeezed(moved)

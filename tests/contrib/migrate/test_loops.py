@@ -179,7 +179,8 @@ FACTORS = [
 def test_factors_of_lengths_and_sizes_go(line, expected, tmp_path):
     result = found(tmp_path, "loss = net(batch).mean()" + END, line)
     uses = [use for each in result["lines"] if each["source"] == line for use in each["uses"]]
-    assert [use["replacement"] for use in uses] == [expected]
+    replaced = [use["replacement"] for use in uses if use["name"] != "scheduler"]
+    assert replaced == [expected]
 
 
 def test_each_optimizer_that_steps_after_a_backward_of_its_own_has_a_plan(tmp_path):
@@ -257,3 +258,130 @@ def test_a_loader_that_another_function_makes_is_grouped(tmp_path):
     )
     result = json.loads(command(tmp_path, "migrate", path, "--json").stdout)
     assert "af.accumulate(4, split=None)" in result["recipe"]
+
+
+FIRST = [
+    ("if i % 4 == 0:", True),
+    ("if i % k == 0 and i >= 0:", True),
+    ("if (i + 1) % 4 == 0:", False),
+    ("if i % 4 == 3:", False),
+]
+
+
+@pytest.mark.parametrize(("test", "is_shifted"), FIRST)
+def test_a_window_that_ends_with_the_first_batch_is_named(test, is_shifted, tmp_path):
+    text = f"loss = net(batch).mean()\naccelerator.backward(loss)\n{test}\n    optimizer.step()"
+    [loop] = found(tmp_path, text)["loops"]
+    assert (
+        any("first update has this batch alone" in each for each in loop["by_hand"]) == is_shifted
+    )
+
+
+BELOW = """
+net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+steps = len(loader) * 3
+sched = get_schedule(optimizer, steps)
+for epoch in range(3):
+    for i, batch in enumerate(loader):
+        loss = net(batch).mean()
+        accelerator.backward(loss)
+        if (i + 1) % 4 == 0:
+            optimizer.step()
+            sched.step()
+    print(f"{epoch}", epoch=epoch)
+    accelerator.save_state(f"epoch_{epoch}")
+    accelerator.print(f"epoch {epoch}: {loss.item()}")
+"""
+
+
+def moved(folder: Path, text: str) -> dict[str, Any]:
+    path = folder / "script.py"
+    path.write_text(HEAD + "optimizer = SGD(net.parameters(), 0.1)" + text)
+    return json.loads(command(folder, "migrate", path, "--json").stdout)
+
+
+def test_a_schedule_that_is_made_below_prepare_is_in_the_recipe_below_it(tmp_path):
+    result = moved(tmp_path, BELOW)
+    assert "af.schedule(sched)" in result["recipe"]
+    [loop] = result["loops"]
+    texts = {line["source"]: line for line in result["lines"]}
+    made = texts["sched = get_schedule(optimizer, steps)"]
+    assert (loop["after"], made["goes"], texts["sched.step()"]["goes"]) == (
+        made["number"],
+        False,
+        True,
+    )
+
+
+UNDIVIDED = [
+    ("sched.step()", "sched.step()", True),
+    ("steps = len(loader) * 3", "steps = len(loader) * 3 // 4", False),
+    ("steps = len(loader) * 3", "steps = 30", False),
+    ("            sched.step()", "        sched.step()", False),
+    ("            sched.step()\n", "    sched.step()\n", False),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "is_shorter"), UNDIVIDED)
+def test_a_schedule_that_the_new_batches_make_shorter_is_named(old, new, is_shorter, tmp_path):
+    assert old in BELOW
+    [loop] = moved(tmp_path, BELOW.replace(old, new))["loops"]
+    reasons = [each for each in loop["by_hand"] if "`len(loader)` counts updates now" in each]
+    assert len(reasons) == is_shorter
+
+
+def test_the_number_of_an_epoch_is_its_index(tmp_path):
+    lines = moved(tmp_path, BELOW)["lines"]
+    shown, saved, printed = ([use["replacement"] for use in line["uses"]] for line in lines[-3:])
+    assert shown == ["epoch.index"]
+    assert saved == ["af.save(step, state, folder)"]
+    assert (
+        printed[0] == 'af.print_on_main(f"epoch {epoch.index}: {report.loss.item()}", state=state)'
+    )
+
+
+EVALUATED = """
+for batch in test_loader:
+    batch.to(accelerator.device)
+    with torch.no_grad():
+        out = net(batch)
+    metric.add_batch(predictions=accelerator.gather(out.argmax(-1)), references=accelerator.gather(batch[1]))
+"""
+
+
+def evaluated(folder: Path, text: str) -> dict[str, Any]:
+    """What is found of a loop that evaluates, by the source of its lines."""
+    before = "test_loader = DataLoader(data)\naccelerator.prepare(test_loader)"
+    script = BELOW.replace("\nfor epoch", f"\n{before}\nfor epoch") + text
+    return {line["source"]: line for line in moved(folder, script)["lines"]}
+
+
+def test_rows_that_a_loop_gathers_are_those_of_predict(tmp_path):
+    lines = evaluated(tmp_path, EVALUATED)
+    [use] = lines["for batch in test_loader:"]["uses"]
+    assert use["replacement"].splitlines() == [
+        "def predict_fn(model, batch):",
+        "    out = model(batch)",
+        "    return out.argmax(-1), batch[1]",
+        "predictions, references = af.predict(step, state, test_loader, predict_fn)",
+    ]
+    [added] = [line for source, line in lines.items() if source.startswith("metric")]
+    assert [each["replacement"] for each in added["uses"]] == ["predictions", "references"]
+
+
+NOT_ROWS = [
+    ("    metric", "    if batch:\n        metric"),
+    ("gather(batch[1])", "gather(accelerator.pad_across_processes(batch[1]))"),
+    ("out.argmax(-1)", "loss"),
+    ("out.argmax(-1)", "out + seen"),
+    ("references=accelerator.gather(batch[1])", "predictions=accelerator.gather(batch[1])"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), NOT_ROWS)
+def test_a_loop_that_does_more_than_gather_rows_is_left_with_a_hint(old, new, tmp_path):
+    assert old in EVALUATED
+    text = EVALUATED.replace(old, new) + "    seen = 1\n"
+    [use] = evaluated(tmp_path, text)["for batch in test_loader:"]["uses"]
+    assert use["replacement"] == "metrics = af.evaluate(step, state, test_loader, metric_fn)"
+    assert "write af.predict" in use["why"]

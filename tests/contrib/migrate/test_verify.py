@@ -185,6 +185,43 @@ def test_gradients_that_a_script_clears_within_an_update_are_noticed(owner, tmp_
     assert "cleared gradients: the old script" in done.stdout
 
 
+def test_a_window_that_begins_with_the_first_batch_alone_is_explained():
+    four = Part(0.5, 4)
+    old = Recording([seen(0.5, four, rows=4), seen(1.0, four, four)])
+    result = _compared("", old, Recording([seen(1.0), seen(1.0)]), is_double=True)
+    words = "a window of accumulation that begins with the first batch alone"
+    assert (result.num_equal, result.explanation.startswith(words), result.holds) == (0, True, True)
+
+
+@pytest.mark.parametrize(
+    ("old", "num_rows"),
+    [
+        ([seen(0.5, Part(0.5, 4), rows=4), seen(1.0, Part(0.5, 4), rows=4)], 4),
+        ([seen(0.5, Part(0.5, 4), rows=4), seen(1.0, Part(0.5, 4), Part(0.5, 4))], 12),
+        ([seen(0.5, Part(0.5, 4), rows=4)], 8),
+    ],
+)
+def test_other_windows_are_not_shifted(old, num_rows):
+    new = Recording([seen(2.0, rows=num_rows)] * 2)
+    result = _compared("", Recording(old), new, is_double=True)
+    assert (result.num_equal, result.explanation) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_shifted_window_of_a_script_is_noticed(tmp_path):
+    old = OLD.replace("for batch in DataLoader", "for i, batch in enumerate(DataLoader")
+    old = old.replace("batch_size=4):", "batch_size=4)):").replace(
+        "    optimizer.step()\n    optimizer.zero_grad()",
+        "    if i % 2 == 0:\n        optimizer.step()\n        optimizer.zero_grad()",
+    )
+    new = NEW.replace("af.wrap_ddp()", "af.compose(af.wrap_ddp(), af.accumulate(2))")
+    new = new.replace("batch_size=4", "batch_size=8")
+    done = command(tmp_path, "migrate", "--verify", *pair_in(tmp_path, old, new))
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "rows 4 and 8" in done.stdout
+    assert "begins with the first batch alone" in done.stdout
+
+
 def test_padding_is_named():
     parts = Part(0.2, 4, shapes=((7,),)), Part(0.8, 4, shapes=((9,),))
     text, is_theirs = explanation(seen(1.0, *parts), seen(0.9))

@@ -11,7 +11,7 @@ torch.set_default_dtype(torch.float64)
 
 def main():
     state = af.init(seed=5)
-    af.seed_all(state, per_rank=False)
+    torch.manual_seed(5)
     is_deepspeed = None is not None
     is_fsdp = None is not None
     if state.is_main:

@@ -13,11 +13,6 @@ def loss_fn(model, batch):
     return F.cross_entropy(model(points), labels)
 
 
-def metric_fn(model, batch):
-    points, labels = batch
-    return {"accuracy": (model(points).argmax(dim=1) == labels).double()}
-
-
 def training_function():
     state = af.init(device="cpu")
     torch.manual_seed(0)
@@ -36,8 +31,16 @@ def training_function():
     for epoch in train_loader.epochs(3):
         for batch in epoch:
             state, _ = step(state, batch)
-        metrics = af.evaluate(step, state, eval_loader, metric_fn)
-        accuracy = metrics["accuracy"]
+        right = []
+
+        def predict_fn(model, batch):
+            points, labels = batch
+            predictions = model(points).argmax(dim=1)
+            return predictions, labels
+
+        predictions, labels = af.predict(step, state, eval_loader, predict_fn)
+        right.append(predictions == labels)
+        accuracy = torch.cat(right).double().mean().item()
         af.print_on_main(accuracy, state=state)
 
 
