@@ -174,8 +174,9 @@ class _Looks:
             first = self._with_same_draws()
         cuts, metrics, gradients, of_parts, last = self._against(first)
         tolerance = loss_tolerance(first.dtype, trial.dtypes())
+        cuts = _finite(cuts, tolerance)
         twice = _cut_of(self._plan, first.losses, [last], [self._rows.batch])
-        by_row, unseen = self._by_row()
+        by_row, unseen = self._by_row(tolerance)
         if self._agreed(trial.is_half()) and self._rows.fewest > 2:
             rounding = self._of_two_rows()
             gradients = gradients and gradients.beside(rounding)
@@ -270,9 +271,11 @@ class _Looks:
             last = measure.whole(self._rows, adds=len(self._cuts) > 1)
 
         gradients = measure.gradients(run)
-        return _finite(found), metrics, gradients, of_parts, last
+        return found, metrics, gradients, of_parts, last
 
-    def _by_row(self) -> tuple[tuple[Sequence[Cut], Gradients | None] | None, str]:
+    def _by_row(
+        self, tolerance: tuple[float, float]
+    ) -> tuple[tuple[Sequence[Cut], Gradients | None] | None, str]:
         """Run the first cut with separate random numbers for each row; otherwise, return a reason."""
         trial, cut, rows = self._trial, self._cuts[0], self._rows
         by_row = trial.draws.are_by_row(rows.num, len(cut.rows[0]))
@@ -289,7 +292,7 @@ class _Looks:
             found.extend(_cut_of(self._plan, whole.losses, ran, cut.parts))
 
         gradients = self._measure.gradients(run)
-        return (_finite(found), gradients), ""
+        return (_finite(found, tolerance), gradients), ""
 
     def _writes(
         self, whole: Ran, of_parts: Sequence[Ran], tolerance: tuple[float, float]
@@ -414,9 +417,17 @@ def _with_number(batch: Any, name: str, number: Any) -> Any:
     return pytree.tree_unflatten(found, form)
 
 
-def _finite(cuts: Sequence[Cut]) -> list[Cut]:
-    """Return the cuts with a finite loss of the batch and at least two parts with items."""
-    return [each for each in cuts if len(each.losses) > 1 and isfinite(each.whole)]
+def _finite(cuts: Sequence[Cut], tolerance: tuple[float, float]) -> list[Cut]:
+    """Return the cuts with a finite loss of the batch and at least two parts with items.
+
+    With items in one part alone, a cut is returned only if its loss differs from that of the batch:
+    equal losses would fit a mean and a sum.
+    """
+    return [
+        each
+        for each in cuts
+        if isfinite(each.whole) and (len(each.losses) > 1 or not each.fits(tolerance))
+    ]
 
 
 def _kinds(runs: Sequence[Mapping[str, Written]]) -> dict[str, str]:

@@ -444,7 +444,7 @@ def _some(names: Sequence[str]) -> str:
 
 def _numbers(values: Sequence[float]) -> str:
     *first, last = [f"{value:.6g}" for value in values]
-    return f"{', '.join(first)} and {last}"
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _listed(batches: Sequence[int]) -> str:

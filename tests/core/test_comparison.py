@@ -3,6 +3,7 @@
 import copy
 import random
 from collections import UserDict, deque
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -408,3 +409,28 @@ def test_the_number_that_collate_fn_computes_is_named_in_place_of_a_sum(recipe, 
 def test_a_collate_fn_that_draws_is_compared_by_its_other_tensors():
     for verdict in trained_on(masked, Reader(), af.count_labels("labels")):
         assert "agree, and their gradients" in verdict
+
+
+TWO_ROWS = (X[:2], torch.tensor([-100, 1]))
+
+
+def class_loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def two_means(model, batch):
+    return class_loss(model, batch) + model(batch[0]).square().mean()
+
+
+def labels_counted(plan):
+    return af.accumulate(2)(replace(plan, weight_fn=af.count_labels(1)))
+
+
+def test_a_mean_over_a_row_without_a_label_is_warned_of_where_one_part_alone_has_labels():
+    model = nn.Linear(3, 2).double()
+    with pytest.warns(UserWarning, match=r"neither a mean nor a sum: parts give [\d.]+, the batch"):
+        stepped(model, two_means, labels_counted, TWO_ROWS)
+
+
+def test_a_row_without_a_label_that_the_loss_leaves_out_is_not_warned_of():
+    stepped(nn.Linear(3, 2).double(), class_loss, labels_counted, TWO_ROWS)
