@@ -515,7 +515,7 @@ MUTANTS = [
     Mutant(
         "weights that are drawn are passed over",
         LOOK,
-        '        return (_finite(found), gradients), ""',
+        '        return (_finite(found, tolerance), gradients), ""',
         '        return None, ""',
         f"{LAWS}03_reduction.py tests/core/test_reduction.py",
     ),
