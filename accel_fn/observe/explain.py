@@ -113,16 +113,13 @@ def _parts(plan: Plan, state: DistState) -> str:
         for name, count in slot.num_parts(size).items() if isinstance(slot, SlotFunction) else ():
             names.setdefault(count, []).append(name)
     texts = [f"{', '.join(held)} in {count} parts" for count, held in names.items() if count > 1]
-    for split in plan.shard_model:
-        axis = getattr(split, "keywords", {}).get("axis", "")
+    divided = [(each, "layers with a style in {} parts") for each in plan.shard_model]
+    divided += [(each, "sequences in {} blocks") for each in plan.having("cuts_sequences")]
+    for each, text in divided:
+        axis = getattr(each, "keywords", {}).get("axis", "")
         count = mesh_of(state).get(axis, 1)
         if count > 1:
-            texts.append(f"layers with a style in {count} parts along {axis}")
-    for cut in plan.having("cuts_sequences"):
-        axis = cut.keywords["axis"]
-        count = mesh_of(state).get(axis, 1)
-        if count > 1:
-            texts.append(f"sequences in {count} blocks along {axis}")
+            texts.append(f"{text.format(count)} along {axis}")
     return "; ".join(texts)
 
 

@@ -1,4 +1,4 @@
-"""How many ranks a transform divides a model or its batches over."""
+"""The number of ranks over which a transform divides a model or its batches."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Backward:
         self.before = list(self._statements(self._body.body))
         self.loss = self._undivided(call.args[0].value) if call.args else None
         self._values = [] if self.loss is None else [self.loss]
-        """What the function that replaces the loop returns."""
+        """The values that the function in place of the loop returns."""
         self.kept = self._slice({name for each in self._values for name in names_in(each)})
 
     @cached_property

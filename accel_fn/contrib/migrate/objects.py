@@ -1,4 +1,4 @@
-"""What a script makes with accelerate: accelerators, their settings, and the objects that it prepares."""
+"""The objects of accelerate in a script: accelerators, their settings, and prepared objects."""
 
 from __future__ import annotations
 
