@@ -86,13 +86,13 @@ def card(rank, seen, width):
     own, inner = sorted(seen), width - 2 * LEFT
     grid = x + inner - 12 - len(WORDS) * CELL
     cells = {(query, key) for query, keys in seen.items() for key in keys}
-    keys = max(key for _, key in cells)
+    places = ", ".join(map(str, own))
     return [
         f'<rect class="box" x="{x}" y="{y}" width="{inner}" height="{CARD}" rx="8"/>',
-        text(x + 12, y + 22, f"rank {rank} along cp: tokens {own[0]} to {own[-1]}"),
+        text(x + 12, y + 22, f"rank {rank} along cp: tokens {places}"),
         *tokens(x + 12, y + 42, own, COLOURS[rank]),
         text(
-            x + 12, y + 120, f"attention: queries {own[0]} to {own[-1]}, keys 0 to {keys}", "soft"
+            x + 12, y + 120, f"attention: queries {places}, {len(cells)} pairs with a key", "soft"
         ),
         *matrix(grid, y + CARD / 2, len(WORDS), len(WORDS), cells, COLOURS[rank]),
     ]

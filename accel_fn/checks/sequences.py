@@ -244,7 +244,7 @@ def _differ(whole: Tensor, own: Tensor, blocks: Blocks) -> bool:
     dims = [dim for dim in range(own.ndim) if whole.shape[dim] != own.shape[dim]]
     sizes = [(whole.shape[dim], own.shape[dim]) for dim in dims]
     if sizes == [(blocks.num_tokens, blocks.own)]:
-        whole = whole.narrow(dims[0], blocks.offset, blocks.own)
+        whole = blocks.take(whole, dims[0])
     elif dims:
         return False
     tolerance = loss_tolerance(own.dtype, [own.dtype])[0]

@@ -1,6 +1,7 @@
 """What wrap_cp costs: messages and bytes of each layer, and the memory of activations."""
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -67,6 +68,29 @@ def test_keys_and_values_travel_before_they_are_repeated(monkeypatch, num_ranks)
     sums = [size for name, size in sent if name == "all_to_all"]
     assert gathers == [of_whole // num_ranks] * 2 * num_ranks  # in the forward and in the backward
     assert sums == [of_whole] * num_ranks
+
+
+@pytest.mark.parametrize("length", [16, 2048])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_have_the_same_work_in_causal_attention(monkeypatch, num_ranks, length):
+    work, plain = Counter(), attention._Call.attend
+
+    def counting(call, query, keys, *rest):
+        work[call.cp.rank] += query.shape[-2] * keys.shape[-2]
+        return plain(call, query, keys, *rest)
+
+    monkeypatch.setattr(attention._Call, "attend", counting)
+
+    def run(state):
+        model = long.long_model(depth=1)
+        plan = af.Plan(long.loss_fn, model, ours.sgd(model.parameters()), af.count_labels("labels"))
+        state, step = af.build(af.compose(af.wrap_ddp(), CUT)(plan), state, checks=())
+        batch = long.batches(1, length=length)[0]
+        step(state, {**batch, "position_ids": batch["position_ids"] % long.MAX_TOKENS})
+
+    simulate(run, mesh={"cp": num_ranks})
+    assert len(work) == num_ranks
+    assert len({*work.values()}) == 1
 
 
 MEMORY = """

@@ -35,7 +35,7 @@ class WholeAttention(TorchFunctionMode):
         self._cp = cp
         self.by_heads = by_heads
         """Whether each rank attends for some heads, over all tokens: "ulysses"."""
-        self.blocks = Blocks((), 0)
+        self.blocks = Blocks(0, 1, 0)
         """The blocks into which the current sequences are cut."""
         self.documents: Tensor | None = None
         """Positions of packed documents in the whole sequences, for masks of transformers."""
@@ -154,7 +154,7 @@ def _own_rows(mask: Tensor, blocks: Blocks) -> Tensor:
     """Return this rank's rows of a mask over the whole sequence."""
     if mask.ndim == 1 or mask.shape[-2] == 1:
         return mask
-    return mask.narrow(-2, blocks.offset, blocks.own)
+    return blocks.take(mask, -2)
 
 
 def _as_autocast(*tensors: Any) -> list[Any]:
@@ -182,14 +182,16 @@ class _Call:
 
     def pieces(self, query: Tensor) -> Iterator[tuple[slice, int]]:
         """Yield slices of queries, and the number of keys that each slice attends to."""
-        own, offset = self.blocks.own, self.blocks.offset
         if not self.is_causal:
-            yield slice(0, own), self.blocks.num_tokens
+            yield slice(0, self.blocks.own), self.blocks.num_tokens
             return
-        step = own if _has_causal_kernel(query) else _ROWS
-        for start in range(0, own, step):
-            stop = min(start + step, own)
-            yield slice(start, stop), offset + stop
+        step = self.blocks.own if _has_causal_kernel(query) else _ROWS
+        before = 0
+        for span in self.blocks.spans:
+            for start in range(span.start, span.stop, step):
+                stop = min(start + step, span.stop)
+                yield slice(before, before + stop - start), stop
+                before += stop - start
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Attend for consecutive queries of this rank; the last query attends up to the last of `keys`."""
@@ -206,13 +208,7 @@ class _Call:
         sizes = [_padded_numel(each, most) for each in (key, value)]
         parts = [torch.split(each, sizes) for each in received]
         keys, values = (
-            torch.cat(
-                [
-                    _viewed(part[place], like, most).narrow(-2, 0, size)
-                    for part, size in zip(parts, self.blocks.sizes, strict=True)
-                ],
-                -2,
-            )
+            self.blocks.join([_viewed(part[place], like, most) for part in parts], -2)
             for place, like in enumerate((key, value))
         )
         return keys, values
@@ -220,7 +216,7 @@ class _Call:
     def summed(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Sum gradients of whole keys and values over the ranks; return this rank's blocks."""
         most = max(self.blocks.sizes)
-        blocks = [torch.split(each, [*self.blocks.sizes], -2) for each in (keys, values)]
+        blocks = [self.blocks.split(each, -2) for each in (keys, values)]
         sent = torch.stack(
             [
                 torch.cat([_padded(each, most).reshape(-1) for each in pair])
@@ -322,14 +318,11 @@ class _Swap(torch.autograd.Function):
         if by_heads:
             parts = _padded(tensor, most).chunk(cp.world_size, -3)
         else:
-            parts = tuple(
-                [_padded(each, most) for each in torch.split(tensor, [*blocks.sizes], -2)]
-            )
+            parts = tuple([_padded(each, most) for each in blocks.split(tensor, -2)])
         received = primitives.all_to_all(torch.stack(parts), cp, "step").unbind()
         if not by_heads:
             return torch.cat([each.narrow(-2, 0, blocks.own) for each in received], -3)
-        sizes = zip(received, blocks.sizes, strict=True)
-        return torch.cat([each.narrow(-2, 0, size) for each, size in sizes], -2)
+        return blocks.join(received, -2)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

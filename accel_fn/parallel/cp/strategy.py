@@ -120,8 +120,7 @@ class ContextParallel(Strategy):
             self._of_transformers.given(part, blocks),
             draws_of_block(state.device, blocks.rank),
         ):
-            # Make the blocks contiguous: a loss may call `view`, which works on the whole batch.
-            own = map_tensors(Tensor.contiguous, blocks.cut(part, self._dims))
+            own = blocks.cut(part, self._dims)
             outcome = super().outputs(plan, state, own, weight)
         if plan.reduction == "sum":
             return self._joined(*outcome, 1.0)
@@ -135,7 +134,7 @@ class ContextParallel(Strategy):
         dims = self._dims
         if self._of_transformers.shifts:
             dims = {**dims, "shift_labels": dims["labels"]}
-        cuts = [blocks.at(rank).cut(part, dims) for rank in range(len(blocks.sizes))]
+        cuts = [blocks.at(rank).cut(part, dims) for rank in range(blocks.num_ranks)]
         found = [sum(each) for each in weigh(self._weight_fn, [part, *cuts])]
         if plan.reduction == "mean" and not isclose(found[0], sum(found[1:]), rel_tol=1e-9):
             every = " + ".join(f"{each:g}" for each in found[1:])

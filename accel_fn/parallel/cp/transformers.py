@@ -52,6 +52,12 @@ def check_models(model: nn.Module, dims: Mapping[str, int]) -> None:
         if "position_ids" not in inspect.signature(each.forward).parameters:
             rule, repair = "take position_ids", "use another model"
             raise PlanError(message("build", "wrap_cp's model", rule, kind, repair))
+        for module in each.modules():
+            found = getattr(module, "rope_type", "")
+            for rope in found.values() if isinstance(found, dict) else [found]:
+                if rope == "longrope" or "dynamic" in rope:
+                    rule = "have rotary positions that do not depend on the longest one of a call"
+                    raise PlanError(message("build", "wrap_cp's model", rule, f"{kind}, {rope}"))
         if "attention_mask" in dims:
             rule = "leave attention_mask whole for a model of transformers"
             raise PlanError(message("build", "wrap_cp(dims)", rule, dict(dims), "leave it out"))
@@ -114,12 +120,10 @@ class ModelsOfTransformers:
             raise BatchError(
                 message("step", "wrap_cp's model", rule, got, "name input_ids in dims")
             )
-        rows, device = tokens.shape[0], tokens.device
+        rows, whole, device = tokens.shape[0], blocks.num_tokens, tokens.device
         positions = given.get("position_ids")
         if positions is None:
-            places = torch.arange(blocks.offset, blocks.offset + blocks.own, device=device)
-            given["position_ids"] = places[None]
-        whole = blocks.num_tokens
+            given["position_ids"] = blocks.take(torch.arange(whole, device=device), 0)[None]
         mask, documents = given.get("attention_mask"), None
         if mask is None:
             documents = None if positions is None else self._documents(model, given, part, device)
@@ -165,7 +169,7 @@ class ModelsOfTransformers:
             rule = "be an entry of the batch, named in dims of wrap_cp"
             raise BatchError(message("step", "labels of a causal loss", rule, list(labels.shape)))
         shifted = _shifted(part["labels"], dim)
-        return shifted.narrow(dim, blocks.offset, blocks.own).to(labels.device).contiguous()
+        return blocks.take(shifted, dim).to(labels.device)
 
 
 def _is_causal(model: Any) -> bool:
@@ -249,8 +253,6 @@ def _mask(
     if q_length != blocks.own or kv_length not in (blocks.own, whole):
         rule = f"be for {blocks.own} tokens"
         raise LossError(message("step", "wrap_cp's masks", rule, f"{q_length} x {kv_length}"))
-    rows, offset = (whole, 0) if mode.by_heads else (blocks.own, blocks.offset)
-    kwargs |= {"q_length": rows, "kv_length": whole, "q_offset": offset, "kv_offset": 0}
     is_padded = attention_mask is not None and not bool(attention_mask.all())
     if documents is None:
         is_whole = local_size is None or whole < local_size
@@ -261,11 +263,17 @@ def _mask(
         mask_function = masks.remap_positions_for_packed_sequence(mask_function, documents)
         of_documents = masks.packed_sequence_mask_function(indices)
         mask_function = masks.and_masks(mask_function, of_documents)
-    found: Tensor | None = masks.sdpa_mask(
-        **kwargs,
-        mask_function=mask_function,
-        attention_mask=attention_mask if is_padded else None,
-        local_size=local_size,
-        allow_is_causal_skip=False,
-    )
-    return found
+    kwargs |= {
+        "mask_function": mask_function,
+        "attention_mask": attention_mask if is_padded else None,
+        "local_size": local_size,
+        "allow_is_causal_skip": False,
+        "kv_length": whole,
+        "kv_offset": 0,
+    }
+    rows = [
+        masks.sdpa_mask(**kwargs | {"q_length": span.stop - span.start, "q_offset": span.start})
+        for span in ([slice(0, whole)] if mode.by_heads else blocks.spans)
+        if span.stop > span.start
+    ]
+    return None if rows[0] is None else torch.cat(rows, -2)  # None if all tokens see each other

@@ -27,11 +27,12 @@ _RATES = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "at
 
 @transform
 def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp", attention: str = "gather") -> Transform:
-    """Cut sequences over the ranks of an axis: each computes a block of consecutive tokens.
+    """Cut sequences over the ranks of an axis: each computes some of the tokens, its block.
 
     The ranks along the axis get the same batch. Each cuts its block out of the entries in `dims`,
-    and runs model and loss on it; all other entries stay whole. If the number of ranks does not
-    divide the length of a sequence, its blocks differ by one token.
+    and runs model and loss on it; all other entries stay whole. A block is an early and a late piece
+    of the sequence, so that ranks have the same work in causal attention. Blocks differ by at most
+    one token.
     `F.scaled_dot_product_attention` uses the keys and values of all blocks, from the forward to the
     end of the backward: `is_causal` refers to places in the whole sequence, and a mask covers the
     whole sequence, [..., length, length] or [..., 1, length]. The plan must also have `wrap_ddp` or
@@ -64,7 +65,8 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp", attention: str = "gath
         ValueError: `dims` is empty, or `axis` or `attention` is not one of these. In `build`, on
             all ranks: several ranks without a mesh; the plan has neither `wrap_ddp` nor `wrap_fsdp`;
             several terms, `accumulate("auto")` or `compiled`; a model with BatchNorm, sparse
-            gradients, `nn.MultiheadAttention`, or dropout inside of attention. In a step, on all
+            gradients, `nn.MultiheadAttention`, dropout inside of attention, or rotary positions
+            that depend on the length (rope type "dynamic" or "longrope"). In a step, on all
             ranks: a batch that is not a mapping, has none of these entries, has them in several
             lengths, or has fewer tokens than ranks along the axis; weights of blocks that do not
             add up to the weight of the sequence; in steps 1, 2, 10 and 100, which run the start of

@@ -202,6 +202,21 @@ def test_a_model_without_position_ids_is_refused():
     )
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_positions_that_depend_on_the_length_are_refused(kind):
+    """Each rank would see another longest position, and so rotate by other angles."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {
+            "short_factor": [1.0, 1.0],
+            "long_factor": [2.0, 2.0],
+            "original_max_position_embeddings": 8,
+        }
+    config = transformers.LlamaConfig(**GROUPED, rope_parameters=rope)
+    match = f"rotary positions that do not depend.*got 'LlamaForCausalLM, {kind}'"
+    refused(match, transformers.LlamaForCausalLM(config).double(), batches("plain")[0])
+
+
 def test_a_mask_that_is_cut_is_refused():
     names = ("input_ids", "labels", "attention_mask")
     match = r"wrap_cp\(dims\) must leave attention_mask whole for a model of transformers"
