@@ -1,4 +1,4 @@
-"""The first code of a rank that runs a function: reads the call from a file, and writes the result.
+"""The first code of a rank of `launch`: it reads a call from a file, makes it, and writes the result.
 
 It does not import torch, so a rank whose function does not need torch starts sooner.
 """
@@ -29,14 +29,17 @@ CALL, VALUE, RAISED = "call", "value", "raised"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The call that every rank makes, with the caller's command line and the sources of its cells."""
+    """The call that every rank makes, with the command line and the notebook cells of the caller."""
 
     fn: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     command_line: Sequence[str]
     sources: Mapping[str, Any]
-    """Source code that is in no file, such as a notebook's cells, so that tracebacks show its lines."""
+    """Entries of `linecache` for code that is in no file, such as a notebook's cells.
+
+    Tracebacks get the lines of this code from them.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,11 @@ class Raised:
 
 
 def main(caller: str, cpus: str, place: str, displays: str) -> None:
-    """Run one rank of a caller, on some of the processors, and exit.
+    """Make the call in one rank, and write its result or its error into the rank's folder.
 
-    In a notebook, `displays` is the pipe for the rank's displays.
+    `caller` is the process id of the launcher, and `place` the folder of the launch. `cpus` lists
+    the processors to run on; if it is empty, the system chooses them. `displays` is the pipe to the
+    notebook; it is empty outside of notebooks.
     """
     worker.open_streams()
     worker.die_with(int(caller))
@@ -92,7 +97,7 @@ def _run(data: bytes) -> bytes:
 
 
 def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
-    """Pickle code as cloudpickle does, with the file's name."""
+    """Pickle a code object as cloudpickle does, but keep the name of its file."""
     # From 3.1.3 on, cloudpickle replaces the file's name by `<dynamic-code>`. Tracebacks would then
     # show no line of the file.
     make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
@@ -100,7 +105,7 @@ def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
 
 
 def _make_code(make: Callable[..., types.CodeType], parts: Any, file: str) -> types.CodeType:
-    """Make code with the file's name, so that tracebacks and faulthandler find its lines."""
+    """Rebuild a code object with the name of its file, which tracebacks and faulthandler need."""
     return make(*parts).replace(co_filename=file)
 
 
@@ -111,7 +116,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value, with functions and classes that a notebook or a script defines."""
+    """Pickle a value; it may contain functions and classes that a notebook or a script defines."""
     pickled = io.BytesIO()
     _Pickler(pickled).dump(value)
     return pickled.getvalue()
@@ -129,7 +134,8 @@ def _raised(error: BaseException) -> Raised:
 def _dump_error(error: BaseException, last_line: str) -> bytes:
     """Pickle the error, or a RankError in its place.
 
-    A RankError stands for an error that would end the caller, such as SystemExit, or cannot be pickled.
+    A RankError replaces an error that would end the caller, such as SystemExit, and an error that
+    cannot be pickled.
     """
     if not isinstance(error, Exception):
         return dumps(RankError(message("launch", "fn", "return or raise an Exception", last_line)))

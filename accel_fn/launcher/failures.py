@@ -1,4 +1,4 @@
-"""Failures of ranks: their cause, a report with the user's lines, and the exit code."""
+"""Find the failure of a rank that caused the others, and report it with the user's lines of code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of one rank: by an exception, an exit code, or a signal (a code below zero)."""
+    """The end of one rank by an exception, an exit code, or a signal.
+
+    For a signal, `exit_code` is below zero.
+    """
 
     rank: int
     host: str
@@ -48,9 +51,9 @@ class Failure:
     stack: str = ""
     exception: str = ""
     stopped: bool = False
-    """Whether the rank was still running when the launcher stopped it after another rank failed."""
+    """Whether the launcher stopped the rank while it was running, since another rank or machine failed."""
     place: str = ""
-    """The user's line at which the rank ended, or waited when it was stopped."""
+    """The user's line at which the rank raised its error, or waited when it was stopped; "" if unknown."""
 
     @property
     def process(self) -> str:
@@ -71,8 +74,8 @@ class Failure:
     def exit_status(self) -> int:
         """Return the exit code as in a shell: 128 + signal for a killed rank.
 
-        A rank that raised, and that the launcher killed because it was slow to end, counts as
-        raised.
+        For a rank that raised an error and was then killed because it was slow to exit, the code is
+        1.
         """
         if self.exit_code >= 0:
             return self.exit_code
@@ -80,7 +83,7 @@ class Failure:
 
     @property
     def last_line(self) -> str:
-        """Return the exception, exit code or signal of the rank as one line."""
+        """Describe the exception, exit code or signal of the rank, as the end of a traceback does."""
         if self.exit_status == os.EX_TEMPFAIL:
             return f"exit code {self.exit_status}: left to be started again"
         if self.exception:
@@ -93,7 +96,7 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """Describe rank, failure and the user's line in one line; cut a long error."""
+        """Describe the rank, its failure and the user's line in one line; a long error is cut."""
         lines = self.last_line.splitlines()
         if self.stopped and not self.exception:
             lines = ["stopped"]
@@ -114,14 +117,14 @@ def read_failure(
     stopped_at: float,
     stopped: bool,
 ) -> Failure:
-    """Describe a failed rank, by the record of its end if its folder has one."""
+    """Describe the end of a rank, from its exit code and the files that it wrote into its folder."""
     stack, exception, time, own_code = _read_record(folder, stopped_at)
     place = place_in_traceback(stack) if exception else ""
     # A stopped rank wrote its stack at SIGTERM. The stack shows where the rank waited for the
     # failed one.
     if stopped and not exception:
         place = place_of_wait(_read_stack(folder))
-    # A stopped rank with a record counts as failed: it had raised its error, and was only slow to
+    # A stopped rank that recorded an error before the stop counts as failed: it was only slow to
     # exit.
     return Failure(
         rank=rank,
@@ -139,7 +142,8 @@ def read_failure(
 def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int | None]:
     """Read a rank's stack, exception, time and exit code from its record.
 
-    Without a record, return the stack that the rank wrote when it crashed, if any.
+    Without a record, return the stack that the rank wrote if it crashed, and `otherwise` as the
+    time.
 
     The record has an exit code if the rank called `sys.exit`. This code counts even if the rank was
     killed while it exited.
@@ -159,7 +163,7 @@ def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int |
 def read_crash(folder: Path) -> str:
     """Read the stack that Python wrote when native code crashed, without the launcher's lines."""
     lines = _read_stack(folder).splitlines(keepends=True)
-    # Without a line like this, the rank did not crash: the stack was written at a SIGTERM.
+    # Without this line, the rank did not crash: it wrote the stack when it got a SIGTERM.
     if not any(line.startswith("Fatal Python error") for line in lines):
         return ""
     return "".join(line for line in lines if f'"{worker.__file__}"' not in line)
@@ -178,7 +182,11 @@ def has_record(folder: Path) -> bool:
 
 
 def has_failed(folder: Path) -> bool:
-    """Return whether our record exists. One of torch's `record` does not count: a program may go on then."""
+    """Return whether the rank's folder has a record that our worker wrote.
+
+    A record by torch's decorator `record` does not count: the program may catch the error that the
+    decorator raises again, and continue.
+    """
     try:
         return "exception" in json.loads((folder / "error.json").read_text())
     except (OSError, ValueError):
@@ -186,15 +194,16 @@ def has_failed(folder: Path) -> bool:
 
 
 def lost_peer(folder: Path) -> bool:
-    """Return whether the rank ended because it lost another rank, or because another failed."""
+    """Return whether the recorded error is one that ranks raise when another rank ends or fails."""
     return _LOST_PEER.search(_read_record(folder, 0)[1]) is not None
 
 
 def cause(failures: Sequence[Failure]) -> Failure:
-    """Return the failure that caused all others.
+    """Return the failure that most probably caused the others.
 
-    Crashes come first, then errors of ranks, then exits, then errors from lost peers. Within a
-    kind, the earliest failure comes first.
+    Crashes come first, then exceptions, then exits and other signals, then exceptions from lost
+    peers, and last the ranks that the launcher stopped. Within a kind, the earliest failure comes
+    first.
     """
     # Sort by kind before time: a killed rank records no time, and its peers fail before the
     # launcher notices its end.
@@ -210,9 +219,9 @@ def _kind(failure: Failure) -> int:
 
 
 def report(failures: Sequence[Failure], world_size: int, *, full_traceback: bool) -> str:
-    """Return a line for each other failed rank, then the cause's traceback, rank and exception.
+    """Report the failures: the traceback, rank and exception of the cause, below a line for each other.
 
-    A rank that was stopped is listed only if it waited for the others.
+    A stopped rank has a line only if its place is known. At most `_SHOWN` lines are printed.
     """
     first = cause(failures)
     others = [each for each in failures if each is not first and (each.place or not each.stopped)]
@@ -265,7 +274,10 @@ def place_of_wait(dump: str) -> str:
 
 
 def fold(stack: str) -> str:
-    """Fold frames of accel_fn and torch to a line, except the innermost frame of each traceback."""
+    """Replace successive frames of accel_fn and torch by one line that counts them.
+
+    The innermost frame of each traceback stays.
+    """
     return _FRAMES.sub(_fold, stack)
 
 

@@ -1,4 +1,4 @@
-"""Find the processors and accelerators of this machine; import torch only if nothing else helps."""
+"""Find the processors and accelerators of this machine, if possible without an import of torch."""
 
 from __future__ import annotations
 
@@ -105,19 +105,19 @@ def bind_ranks(processors: Processors, num_local: int) -> tuple[tuple[int, ...],
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _HINTS = ("/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0", "/dev/accel/accel0")
-"""Device files of makers other than NVIDIA. Only if one exists is torch imported, to count the
+"""Device files of makers other than NVIDIA. If one of them exists, torch is imported to count the
 devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Devices that a launch can use. `kind` is empty without accelerators that ranks can share."""
+    """The cores and accelerators that a launch can use. `kind` is empty if there is no accelerator."""
 
     num_cores: int
     kind: str = ""
     num_installed: int = 0
     num_devices: int = 0
-    """Installed devices that CUDA_VISIBLE_DEVICES does not hide."""
+    """The number of installed devices that CUDA_VISIBLE_DEVICES does not hide."""
 
     @property
     def devices(self) -> str:
@@ -140,10 +140,10 @@ def detect(environment: Mapping[str, str] = os.environ) -> Machine:
 
 
 def visible_devices(ids: list[str], variable: str | None) -> list[str]:
-    """Return those of the GPUs with these ids that CUDA_VISIBLE_DEVICES, `variable`, leaves visible.
+    """Return the ids of visible GPUs; `variable` is the value of CUDA_VISIBLE_DEVICES.
 
-    CUDA reads the variable as indices or starts of ids; the first entry that matches nothing
-    ends the list, and a repeated entry empties it.
+    CUDA reads each entry of the variable as an index or as the start of an id. The first entry that
+    does not match exactly one GPU ends the list, and a repeated GPU empties it.
     """
     if variable is None:
         return ids
@@ -167,7 +167,7 @@ def visible_devices(ids: list[str], variable: str | None) -> list[str]:
 def list_gpus() -> list[str]:
     """List the ids of the GPUs that this process may open, as nvidia-smi prints them.
 
-    Without nvidia-smi, list all GPUs of the driver.
+    Without nvidia-smi, list all GPUs of the driver by their PCI addresses.
     """
     program = shutil.which("nvidia-smi")
     if program:

@@ -1,11 +1,11 @@
 """launch: run a function on every rank of a new world, from Python and notebooks.
 
-Torch's `start_processes` cannot do this: it imports the caller's script and torch in each rank
-before variables such as OMP_NUM_THREADS can be set, returns an exception as text, stops the peers
-of the rank that ends first before the cause is known, and does not notice the end of ranks if
-SIGCHLD is ignored. Torch's agent (`torch.distributed.launcher`) leaves its signal handlers behind
-in the caller's process. So `launch` starts the ranks itself. Only the store of their rendezvous is
-torch's.
+Torch's `start_processes` does not suffice. It imports the caller's script and torch in each rank
+before variables such as OMP_NUM_THREADS can be set. It returns an exception as text. When one rank
+fails, it stops the other ranks at once, though one of them may hold the cause. If SIGCHLD is
+ignored, it does not notice the end of ranks. Torch's agent (`torch.distributed.launcher`) leaves
+its signal handlers behind in the caller's process. So `launch` starts the ranks itself. Only the
+store of their rendezvous is torch's.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _pickle(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 def _unpicklable(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[str, Any]:
-    """Find the part of a call that cannot be pickled."""
+    """Return the name and value of the part of a call that cannot be pickled."""
     parts = {f"args[{index}]": value for index, value in enumerate(args)}
     parts |= {f"kwargs[{name!r}]": value for name, value in kwargs.items()}
     if inspect.isfunction(fn):
@@ -238,7 +238,7 @@ class Rank:
         return self.has_ended() and not (self.folder / VALUE).exists()
 
     def raised(self) -> Raised | None:
-        """Return the rank's exception; None if it was killed or exited."""
+        """Read the exception that the rank has written; None if it has written none."""
         try:
             found: Raised = pickle.loads((self.folder / RAISED).read_bytes())
         except FileNotFoundError:
@@ -259,10 +259,10 @@ def run_ranks(
     cpus: Sequence[Sequence[int]],
     displays: int | None = None,
 ) -> list[Any]:
-    """Run a pickled call on a rank for each set of variables; return the results in rank order.
+    """Start a rank for each set of variables; make the pickled call on all, and return the results.
 
-    If ranks fail, raise the error of the rank that caused it, after all have ended. In a notebook,
-    rank 0 sends its displays to the pipe `displays`.
+    The results are in rank order. If ranks fail, end all ranks, then raise the error that caused
+    the other failures. In a notebook, rank 0 sends its displays to the pipe `displays`.
     """
     reaper = Reaper(variables[0]["TORCHELASTIC_RUN_ID"])
     folder = reaper.make_folder(tempfile.gettempdir())
@@ -279,8 +279,8 @@ def run_ranks(
         failed_at = _wait(ranks)
         if failed_at is not None:
             raise _failure(ranks, failed_at)
-        # Use `map`: `_result` counts frames for its warning, and in some Pythons a comprehension is
-        # a frame.
+        # Use `map`: the warning in `_result` counts stack frames to find the user's line, and a
+        # comprehension is a frame of its own before Python 3.12.
         return list(map(_result, ranks))
     finally:
         _stop(ranks)
@@ -328,7 +328,7 @@ def _wait(ranks: Sequence[Rank]) -> float | None:
 
 
 def _failure(ranks: Sequence[Rank], failed_at: float) -> Exception:
-    """Stop all ranks; return the error of the rank that failed first and made the others fail."""
+    """Stop all ranks; return the error of the rank whose failure caused the others."""
     running = {rank.number for rank in ranks if not rank.has_ended()}
     _stop(ranks)
     failures = []
@@ -379,7 +379,7 @@ def _result(rank: Rank) -> Any:
 
 
 def _stop(ranks: Sequence[Rank]) -> None:
-    """Stop ranks that still run, and processes in their sessions, by SIGTERM, then by SIGKILL."""
+    """Stop the running ranks and their process groups by SIGTERM; kill ranks that do not end in time."""
     for sent in (signal.SIGTERM, signal.SIGKILL):
         running = [rank.process for rank in ranks if rank.process.poll() is None]
         for process in running:

@@ -33,7 +33,7 @@ class Machines:
     job: str | None
     """The name of this run on all machines, if a cluster has set one."""
     why: Mapping[str, str]
-    """For each of the numbers of processes and machines, host and port: the source of its value."""
+    """The sources of the values named `num_processes`, `num_machines`, `host` and `port`."""
 
     @property
     def num_processes(self) -> int:
@@ -192,7 +192,10 @@ def check_host(host: str, source: str) -> None:
 
 
 def listen(host: str, port: int, *, alone: bool) -> socket.socket:
-    """Listen at an address and a port of this machine; 0 stands for a free port."""
+    """Listen at an address and a port of this machine; port 0 stands for a free one.
+
+    `alone` is whether the launch has only this machine.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # On Debian, a machine resolves its own name to a loopback address, but other machines

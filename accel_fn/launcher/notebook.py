@@ -48,7 +48,10 @@ def check_unused_accelerator(shell: Any) -> None:
 
 @contextmanager
 def shown_displays(shell: Any) -> Iterator[int | None]:
-    """Show rank 0's displays in the running cell; yield the pipe, None outside of notebooks."""
+    """Show rank 0's displays in the running cell; yield the pipe's file descriptor.
+
+    Outside of notebooks, yield None.
+    """
     if shell is None:
         yield None
         return
@@ -78,7 +81,7 @@ def send_displays(pipe: int) -> Callable[[], None]:
 
     Return a function that sends the figures that are still open, as at the end of a cell.
     """
-    import ipykernel  # noqa: F401 - bars look for it
+    import ipykernel  # noqa: F401 - progress bars detect a notebook by it
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 

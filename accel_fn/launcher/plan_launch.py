@@ -1,4 +1,4 @@
-"""Plan a launch on this machine: the checked command, its processors and variables."""
+"""Plan a launch on this machine: check the command, choose processors and variables of its ranks."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Command:
     arguments: Sequence[str]
 
     def command_line(self) -> list[str]:
-        """Return the command line without a launcher."""
+        """Return the command line that runs the program without a launcher."""
         start = {"script": ["python"], "module": ["python", "-m"], "program": []}[self.kind]
         return [*start, self.target, *self.arguments]
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """A planned launch: everything that is known before the start."""
+    """The command, settings, machines and variables of a launch, all known before its start."""
 
     command: Command
     settings: Settings
@@ -61,7 +61,7 @@ def plan_launch(
     arguments: Sequence[str],
     environment: Mapping[str, str] = os.environ,
 ) -> LaunchPlan:
-    """Plan a launch on this machine: start nothing, but raise errors that are known already."""
+    """Plan a launch on this machine without starting it; raise the errors that are known already."""
     _CHECKS[kind](target)
     check_temporary_folder()
     settings, machines = resolved.settings, place(resolved, environment)
@@ -77,7 +77,7 @@ def plan_launch(
 
 
 def check_mesh(settings: Settings, num_processes: int) -> None:
-    """Refuse a mesh that so many processes cannot form, before they start."""
+    """Refuse a mesh that `num_processes` ranks cannot form, before they start."""
     if settings.mesh is not None:
         mesh_shape("launch", parse_mesh("launch", "mesh", settings.mesh), num_processes)
 
@@ -117,7 +117,7 @@ def _check_script(target: str) -> None:
 
 
 def _check_module(target: str) -> None:
-    """Check only that the outermost package exists: to look into it would import it."""
+    """Check only that the outermost package exists: a search for its submodule would import it."""
     first, places = target.partition(".")[0], [os.getcwd(), *sys.path]
     if PathFinder.find_spec(first, places) or (first and find_spec(first)):
         return
@@ -137,7 +137,7 @@ def _check_program(target: str) -> None:
 
 
 _CHECKS = {"script": _check_script, "module": _check_module, "program": _check_program}
-"""Each check refuses a target that does not exist, and names the nearest one that does."""
+"""The check for each kind of command, which refuses a target that does not exist."""
 
 
 # ---- variables of ranks
@@ -145,7 +145,7 @@ _CHECKS = {"script": _check_script, "module": _check_module, "program": _check_p
 ROLE, STORE = "rank", "ACCEL_FN_STORE"
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = 1 << 30, 1 << 32
 _OLD_GLIBC_MMAP_THRESHOLD = 1 << 25
-"""The largest threshold that every glibc before 2.36 accepts; an older glibc ignores a larger
+"""The largest threshold that glibc accepts before version 2.36. These versions ignore a larger
 one."""
 
 
@@ -217,7 +217,7 @@ def glibc_version() -> tuple[int, int] | None:
 
 
 def settings_variables(settings: Settings) -> list[Variable]:
-    """Return the variables that hold settings, which are equal on all machines."""
+    """Return the variables through which ranks get the settings of the launch."""
     found = [Variable("ACCEL_FN_DEVICE", "cpu", "cpu")] if settings.cpu else []
     if settings.gpu_ids is not None:
         ids = ",".join(map(str, settings.gpu_ids))
@@ -230,7 +230,7 @@ def settings_variables(settings: Settings) -> list[Variable]:
 
 
 def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Variable]:
-    """Yield variables for the store of torch's rendezvous and for Gloo's interface."""
+    """Yield the variables for the store of torch's rendezvous and the network interface of Gloo."""
     # By default, torch gives restarted ranks the store of the previous attempt, with its old keys.
     if machines.backend != "static":
         why = "a new store for each attempt"
@@ -249,7 +249,10 @@ def _network(machines: Machines, environment: Mapping[str, str]) -> Iterator[Var
 def rank_variables(
     machines: Machines, local_rank: int, max_restarts: int, environment: Mapping[str, str]
 ) -> list[Variable]:
-    """Return the variables that torch's agent sets for a rank; a value not known yet is None."""
+    """Return the variables that torch's agent and our launcher set for one rank.
+
+    A value that is not known before the start is None.
+    """
     machine = machines.machine_rank
     num_local, world_size = machines.num_local, machines.num_processes
     rank = None if machine is None else machine * num_local + local_rank
@@ -296,7 +299,11 @@ _NETWORKS = (
 
 
 def parent_of_store(environment: Mapping[str, str]) -> str:
-    """Return a local folder for the store: XDG_RUNTIME_DIR, TMPDIR or /dev/shm; if none fits, TMPDIR."""
+    """Choose a folder for the store: XDG_RUNTIME_DIR, else the temporary folder, else /dev/shm.
+
+    The folder must be writable and on no network file system. If no folder is, return the temporary
+    folder.
+    """
     memory = "/dev/shm"  # noqa: S108 - a folder of mode 0700 is made in it
     for each in (environment.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), memory):
         if each and os.access(each, os.W_OK | os.X_OK) and not _is_in_network(each):

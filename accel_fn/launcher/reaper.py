@@ -22,7 +22,7 @@ _TRIES, _WAIT_S = 20, 0.05
 
 
 class Reaper:
-    """The reaper of this process and of the ranks that it starts."""
+    """The launcher's handle of the reaper: it starts the reaper, and registers ranks and folders."""
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id

@@ -62,8 +62,8 @@ _BARRIER_S = 5
 all machines have finished before the barrier."""
 
 _STOP_WITHIN_S, _LEAVE_WITHIN_S = 3, 30
-"""Seconds from SIGTERM until ranks are killed: after a failure, and after a signal to the launcher,
-when ranks may save their state."""
+"""Seconds from SIGTERM until ranks are killed. The first value is for a stop after a failure, the
+second for a signal to the launcher, when ranks may save their state."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -85,7 +85,7 @@ class RankFolders(DefaultLogsSpecs):
     ) -> None:
         super().__init__(log_dir=str(logs), redirects=redirects, tee=tee)
         self._store = store
-        """The folder of the ranks' store, if all ranks are on this machine."""
+        """The folder of the file in which the ranks meet; None if they meet at a port."""
         self._records, self._size, self._attempts = records, size, itertools.count()
         self.ranks: dict[int, Path] = {}
         self.logs = logs
@@ -116,7 +116,10 @@ class RankFolders(DefaultLogsSpecs):
 
 
 class Agent(LocalElasticAgent):
-    """Torch's agent; `failures` are those of the latest attempt, in no order."""
+    """Torch's agent, with our records of failures, our signal handlers and our count of restarts.
+
+    `failures` has those of the latest attempt, in no particular order.
+    """
 
     def __init__(self, spec: WorkerSpec, folders: RankFolders, reaper: Reaper) -> None:
         handler = spec.rdzv_handler
@@ -132,7 +135,7 @@ class Agent(LocalElasticAgent):
         self._is_stopping = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        """Start the ranks."""
+        """Start the ranks; at a restart, log its number and its cause."""
         most = worker_group.spec.max_restarts
         # Torch counts only the restarts that this machine has caused. Count the attempts of all
         # machines.
@@ -238,7 +241,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _has_lost_machine(self) -> bool:
-        """Return whether another machine has ended the run, or has stopped sending its signal."""
+        """Send our heartbeat; return whether another machine has ended the run or sends no heartbeat."""
         if self._machines is None:
             return False
         if self._machines.has_ended():

@@ -93,7 +93,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. The default None leaves it to the machine or the cluster."""
+    """One setting. With the default None, it has no value unless the user or the cluster sets one."""
 
     kind: Kind
     about: str
@@ -426,7 +426,11 @@ def _from_flags(flags: Mapping[str, object]) -> Layer:
 
 
 def _from_variables(environment: Mapping[str, str]) -> Layer:
-    """Read variables that are not empty; refuse names close to a setting's, ignore all others."""
+    """Read the variables ACCEL_FN_* that are not empty.
+
+    A name that is similar to that of a setting is refused as a spelling mistake; any other unknown
+    name is ignored.
+    """
     values, mistyped = {}, {}
     for variable, value in environment.items():
         name = variable.removeprefix(PREFIX).lower()

@@ -113,8 +113,8 @@ class StoreRendezvous(RendezvousHandler):
 
     def _take_over(self, store: Any) -> None:
         """Wait until the earlier launcher of this machine has ended, and take its place."""
-        # The earlier launcher has ended if it is missing in the latest attempt, or if its beat has
-        # not changed for GONE_AFTER_S.
+        # The earlier launcher has ended if it is missing in the latest attempt, or if it sends no
+        # heartbeat for GONE_AFTER_S.
         deadline, latest, beat = time.monotonic() + GONE_AFTER_S, 0, f"beat/{self._rank}"
         first = store.get(beat) if store.check([beat]) else b""
         while time.monotonic() < deadline:
@@ -131,8 +131,9 @@ class StoreRendezvous(RendezvousHandler):
         self.attempt = latest
 
     def beat(self) -> int | None:
-        """Signal that this launcher runs; on machine 0, return the first silent machine."""
-        # No machine checks the beat of machine 0: if machine 0 ends, its store is gone.
+        """Send this launcher's heartbeat; on machine 0, return a machine that sends none, if any."""
+        # No machine checks the heartbeat of machine 0: if machine 0 ends, its store is gone, and
+        # the other machines notice that.
         now = time.monotonic()
         if self._machines.num_machines == 1 or self._store is None or now < self._beat_at + _BEAT_S:
             return None
@@ -146,8 +147,8 @@ class StoreRendezvous(RendezvousHandler):
                 if last != beat:
                     self._beats[peer] = beat, now
                 elif now > since + GONE_AFTER_S:
-                    # Forget the machine, so that a launcher that replaces it gets the full time for
-                    # its first beat.
+                    # Forget the machine. A launcher that replaces it then gets the full time for
+                    # its first heartbeat.
                     del self._beats[peer]
                     return peer
         except DistError:
@@ -156,7 +157,7 @@ class StoreRendezvous(RendezvousHandler):
         return None
 
     def _join(self, store: Any) -> None:
-        """Wait until all machines have joined the same attempt."""
+        """Join the latest attempt, and wait until all machines have joined it."""
         size = json.dumps([self._machines.num_machines, self._machines.num_local])
         while True:
             while self.num_nodes_waiting():
@@ -167,7 +168,10 @@ class StoreRendezvous(RendezvousHandler):
                 return
 
     def _all_joined(self, store: Any, size: str) -> bool:
-        """Wait for all machines; return False if a later attempt starts, raise if worlds differ."""
+        """Wait for all machines; return False if the attempt is over before they have joined.
+
+        Raise an error if machines differ in their number of machines or processes.
+        """
         for peer in range(self._machines.num_machines):
             key = f"here/{self.attempt}/{peer}"
             self._wait(partial(self._has_key, store, key), f"machine {peer}")
@@ -217,7 +221,7 @@ class StoreRendezvous(RendezvousHandler):
             time.sleep(_POLL_S)
 
     def has_ended(self) -> bool:
-        """Return whether another machine has given up, or machine 0 is gone."""
+        """Return whether another machine has ended the run, or machine 0 is gone."""
         if self._machines.num_machines == 1 or self._store is None:
             return False
         try:

@@ -1,4 +1,4 @@
-"""The first code of a rank: it makes the rank end with the launcher, then runs the user's program.
+"""The first code of a rank of `accel-fn launch`: it prepares the process and runs the user's program.
 
 It is a script that imports only the standard library, since every rank waits for its imports.
 """
@@ -28,15 +28,19 @@ _REPORT_AFTER_S, _END_AFTER_S = 5.0, 30.0
 
 
 def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments: str) -> None:
-    """Run one rank of a launcher: a script, a module or a program, on some of the processors."""
+    """Run a script, a module or a program as one rank.
+
+    `launcher` is the process id of the launcher. `cpus` has the processors of each local rank; if
+    it is empty, the system chooses them. If `show` is not empty, the rank prints its own error.
+    """
     open_streams()
     die_with(int(launcher))
     print_whole_lines()
     if cpus:
         bind(cpus.split(";")[int(os.environ["LOCAL_RANK"])])
     if kind == "program":
-        # Let the system handle Ctrl-C. Python's handler only takes note, to raise later, so a
-        # Ctrl-C just before the exec would be lost.
+        # Let the system handle Ctrl-C. Python's handler only marks the signal and raises later, so
+        # a Ctrl-C just before the exec would be lost.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         _unblock_ctrl_c()
@@ -48,7 +52,7 @@ def main(launcher: str, cpus: str, show: str, kind: str, target: str, *arguments
 
 
 def die_with(launcher: int) -> None:
-    """Make the system kill this process as soon as the launcher is gone."""
+    """Make this process end soon after the launcher, however the launcher ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     else:
@@ -60,7 +64,7 @@ def die_with(launcher: int) -> None:
 
 
 def open_streams() -> None:
-    """Open standard streams that the parent closed: stderr as stdout, others on /dev/null.
+    """Open standard streams that the parent closed: stderr as stdout, the other two on /dev/null.
 
     Otherwise the next file or socket would get the number of a closed stream, and native code would
     print into it.
@@ -84,7 +88,7 @@ def print_whole_lines() -> None:
 
 
 def record_stacks(path: Path) -> None:
-    """Make Python write the line at which native code crashes, or SIGTERM interrupts this rank."""
+    """Make Python write the stack to a file when native code crashes, and when SIGTERM arrives."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     except FileNotFoundError:
