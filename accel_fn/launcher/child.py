@@ -1,4 +1,4 @@
-"""The first code of a rank of `launch`: it reads a call from a file, makes it, and writes the result.
+"""The first code of a rank of `launch`: it reads a call from a file, runs it, and writes the result.
 
 It does not import torch, so a rank whose function does not need torch starts sooner.
 """
@@ -53,7 +53,7 @@ class Raised:
 
 
 def main(caller: str, cpus: str, place: str, displays: str) -> None:
-    """Make the call in one rank, and write its result or its error into the rank's folder.
+    """Run the call in one rank, and write its result or its error into the rank's folder.
 
     `caller` is the process id of the launcher, and `place` the folder of the launch. `cpus` lists
     the processors to run on; if it is empty, the system chooses them. `displays` is the pipe to the

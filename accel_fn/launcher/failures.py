@@ -219,9 +219,9 @@ def _kind(failure: Failure) -> int:
 
 
 def report(failures: Sequence[Failure], world_size: int, *, full_traceback: bool) -> str:
-    """Report the failures: the traceback, rank and exception of the cause, below a line for each other.
+    """Return a line for each failed rank except the cause, then the cause's traceback and exception.
 
-    A stopped rank has a line only if its place is known. At most `_SHOWN` lines are printed.
+    A stopped rank has a line only if its place is known. At most `_SHOWN` ranks have a line.
     """
     first = cause(failures)
     others = [each for each in failures if each is not first and (each.place or not each.stopped)]

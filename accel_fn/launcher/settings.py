@@ -93,7 +93,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. With the default None, it has no value unless the user or the cluster sets one."""
+    """One setting. With the default None, the user, the cluster or the machine may determine a value."""
 
     kind: Kind
     about: str

@@ -131,7 +131,7 @@ class StoreRendezvous(RendezvousHandler):
         self.attempt = latest
 
     def beat(self) -> int | None:
-        """Send this launcher's heartbeat; on machine 0, return a machine that sends none, if any."""
+        """Send this launcher's heartbeat; on machine 0, return a machine whose heartbeat has stopped."""
         # No machine checks the heartbeat of machine 0: if machine 0 ends, its store is gone, and
         # the other machines notice that.
         now = time.monotonic()

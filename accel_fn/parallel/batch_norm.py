@@ -31,10 +31,11 @@ def has_own_forward(layer: nn.Module) -> bool:
 
 
 class SyncedBatchNorm:
-    """Forwards for the BatchNorm layers of a model, over the rows of all ranks.
+    """Forwards for the BatchNorm layers of a model, which normalize by the rows of all ranks.
 
-    Every rank must call the same layers in the same order, in the forward and in the backward. Rows
-    of a spare micro-batch do not count in the statistics.
+    Every rank must call the same layers in the same order, in the forward and in the backward. A
+    rank may run a copy of another rank's micro-batch only to join the collectives. The rows of such
+    a spare micro-batch do not count in the statistics.
 
     Cost: for each call of a layer, one collective in the forward and one in the backward.
     """
@@ -57,7 +58,10 @@ class SyncedBatchNorm:
         """The autograd nodes of the layers, in the graph of the current micro-batch."""
 
     def exchange(self, code: int, numbers: Tensor) -> Tensor:
-        """Return all ranks' numbers, [ranks, num_numbers]; raise on all ranks if calls differ."""
+        """Return all ranks' numbers, [ranks, num_numbers]; `code` identifies the layer and the pass.
+
+        On a CPU, raise an error on all ranks if the codes of the ranks differ.
+        """
         packet = numbers.new_zeros(1 + 1 + 2 * self._width)
         packet[0] = code
         packet[1 : 1 + len(numbers)] = numbers
@@ -134,7 +138,7 @@ class _Call:
             running.lerp_(found.to(running.dtype), part)
 
     def normalized(self, inputs: Tensor) -> Tensor:
-        """Return the inputs in units of their deviation from the mean."""
+        """Subtract the mean from the inputs, and divide them by the standard deviation."""
         return (inputs.to(self.dtype) - self.along(self.mean)) * self.along(self.factor)
 
     def along(self, features: Tensor) -> Tensor:
@@ -146,7 +150,7 @@ class _Call:
         return numbers.sum(self._dims)
 
     def totals(self, sums: Tensor) -> Tensor:
-        """Add up the sums of all ranks in the backward."""
+        """Add up the ranks' sums for the backward."""
         return self._exchange(-1 - self._number, sums.flatten()).sum(0).view_as(sums)
 
 

@@ -87,10 +87,10 @@ def _matches(modules: dict[str, nn.Module], wanted: type[nn.Module] | str) -> se
 
 
 def repeated(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the most frequent modules of each outermost `ModuleList` or `Sequential`.
+    """Return the modules of the class that each outermost `ModuleList` or `Sequential` repeats most.
 
-    If two classes are equally frequent, the class with more parameters is used. A module whose
-    class occurs once in a list is included if another list repeats that class.
+    If two classes are equally frequent in a list, the class with more parameters is used. All items
+    of a class that is used in one list are returned, also from lists that hold one such item.
     """
     held: dict[str, list[nn.Module]] = {}
     for within, _, module in _items(model, "", ""):
@@ -109,7 +109,10 @@ def _most(modules: Sequence[nn.Module]) -> type[nn.Module] | None:
 
 
 def _items(module: nn.Module, prefix: str, within: str) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield items of lists and sequences that have parameters: outermost list, item name, item."""
+    """Yield the items that have parameters in lists and sequences.
+
+    Each result holds the name of the outermost list, the name of the item, and the item.
+    """
     lists = nn.Sequential | nn.ModuleList
     is_list = isinstance(module, lists)
     for name, child in module.named_children():

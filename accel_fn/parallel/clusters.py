@@ -1,4 +1,4 @@
-"""Read, from variables of a cluster, the ranks of a process or the place of a machine.
+"""Read the ranks of a process, or the rank of a machine, from the variables that a cluster sets.
 
 srun, jsrun and the mpirun of Open MPI, MPICH and Intel start every process of a world: `read_task`
 returns a `Task`. SageMaker, Kubernetes, Vertex AI, Azure ML and PBS start one process on each
@@ -95,7 +95,10 @@ class Task:
 
 
 class _Mpi(NamedTuple):
-    """The names of the variables that an `mpirun` sets; of several local names, the first one set counts."""
+    """The names of the variables that an MPI launcher sets.
+
+    If there are several names for one value, the first variable that is set counts.
+    """
 
     rank: str
     world_size: str
@@ -103,14 +106,14 @@ class _Mpi(NamedTuple):
     local_world_size: tuple[str, ...]
 
 
-# Read MPI's variables before Slurm's. Slurm may have started only MPI's daemons, as one job step;
+# Read MPI's variables before Slurm's. Slurm may have started only MPI's daemons, as one job step.
 # SLURM_PROCID then is the rank of a daemon.
 _MPIS = {
     "LSF": _Mpi(
         "JSM_NAMESPACE_RANK",
         "JSM_NAMESPACE_SIZE",
         ("JSM_NAMESPACE_LOCAL_RANK",),
-        # jsrun starts Spectrum MPI, which is an Open MPI and sets its variables.
+        # jsrun starts Spectrum MPI, which is based on Open MPI and sets the same variables.
         ("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ),
     "Open MPI": _Mpi(
@@ -179,7 +182,8 @@ def _read_mpi(variables: Variables) -> Task | None:
 def _rank_0_host(variables: Variables, num_machines: int) -> str | None:
     """Return the machine of rank 0 of an MPI world; None if no scheduler names it.
 
-    Rank 0 is on the first machine if the world fills all machines of the job.
+    Rank 0 is on the first machine if the world fills all machines of the job. So a scheduler's list
+    is used only if it has as many machines as the world.
     """
     values = variables.values
     if num_machines == 1:
@@ -287,7 +291,10 @@ def check_agree(function: str, node: Node, other: Node) -> None:
 
 
 def check_alone(environment: Mapping[str, str]) -> None:
-    """Refuse `init` if a cluster gives several machines but no world: each would train alone."""
+    """Refuse `init` if a cluster gives a job several machines, on which no launcher starts a world.
+
+    Otherwise each machine would train alone.
+    """
     node = read_node(environment, function="init")
     if node is not None and node.num_machines > 1:
         raise WorldError(

@@ -1,4 +1,4 @@
-"""wrap_ddp: replicas on every rank, gradients averaged over them by DistributedDataParallel."""
+"""wrap_ddp: train a replica on every rank, with gradients that DistributedDataParallel averages."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class DDPSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """Return the traits: without `find_unused_parameters`, DDP waits for every parameter."""
+        """Return the traits. Without `find_unused_parameters`, DDP waits for every gradient."""
         finds = self.keywords.get("find_unused_parameters")
         return frozenset() if finds else frozenset({"needs_every_parameter"})
 
@@ -158,7 +158,10 @@ def make_ddp(
     sync_batchnorm: bool = False,
     **options: Any,
 ) -> Strategy:
-    """Return a `DDP`; `SplitReplicas` for a split model; on one rank, a plain `Strategy`."""
+    """Return a `DDP` strategy, or `SplitReplicas` for a model that is split over another axis.
+
+    Without replicas to average over, return a plain `Strategy`.
+    """
     is_split = any(map(is_sharded, plan.model.parameters()))
     if state.world_size == 1 or (is_split and state.data.world_size == 1):
         return Strategy(state, module, plan)
@@ -238,7 +241,11 @@ class DDP(Strategy):
 
     @contextmanager
     def sharing(self, state: DistState) -> Iterator[None]:
-        """Enter a batch's context; with retries, first broadcast DDP's buffers."""
+        """Enter the context of a batch.
+
+        Before that, wrap the loss in a new DDP if the old one cannot be used. With retries, also
+        broadcast the buffers.
+        """
         if not torch.is_grad_enabled():
             yield
             return
@@ -269,8 +276,8 @@ class DDP(Strategy):
             # the failed backward leaves nothing unfinished in DDP.
             self._is_unfinished = not self.retries
             if self._is_unfinished:
-                # The next step wraps the loss in a new DDP. Before that, a trial of the checks may
-                # run a backward, in which the hooks of the failed forward would start all-reduces.
+                # The next step wraps the loss in a new DDP. Before that, the checks may run a
+                # backward, in which the hooks of the failed forward would start all-reduces.
                 self.ddp._remove_autograd_hooks()  # type: ignore[no-untyped-call]
             raise
 
@@ -294,15 +301,15 @@ class DDP(Strategy):
         """Enter a context for forwards and backwards outside of DDP."""
         with super().alone():
             yield
-        # With unused parameters or a static graph, DDP records what any backward reaches, also a
-        # backward of the checks. So after a trial, the next step wraps the loss in a new DDP.
+        # With unused parameters or a static graph, DDP records the parameters that any backward
+        # reaches, also a backward of the checks. So the next step wraps the loss in a new DDP.
         self._is_unfinished |= self.ddp.find_unused_parameters or self.ddp.static_graph
 
     def average(self, state: DistState) -> None:
         """With retries, average by a backward of zeros; otherwise, check that DDP has averaged."""
         # A rank that runs out of memory in the middle of a backward cannot notify the peers that
-        # wait for its gradients. So with retries, no gradient leaves a rank before all ranks have
-        # voted.
+        # wait for its gradients. So with retries, ranks send gradients only after all of them have
+        # confirmed that their backwards succeeded.
         if self.retries:
             loss, _ = self.ddp(None)
             self.backward(loss, loss.new_zeros(()))
@@ -335,8 +342,8 @@ def _fix_buckets(ddp: DistributedDataParallel) -> None:
     """Run a first backward of zeros, after which DDP's gradient buckets no longer change.
 
     The buckets decide the last bit of a sum over three ranks or more. Without this backward, DDP
-    would change them after its first real backward: a resumed run would differ from an
-    uninterrupted run, and a repeated first step from the first attempt.
+    would change them after its first real backward. Then a resumed run would differ from an
+    uninterrupted run, and a repeated first step would differ from the first attempt.
     """
     if ddp.static_graph or ddp.find_unused_parameters:
         # With these options, DDP keeps its first layout. With a static graph, the first backward

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def seed_at(state: Tensor, rank: int) -> int:
-    """Return a seed for a rank whose peers have a generator with the same state."""
+    """Return a seed that differs between ranks whose generators have the same state."""
     # Hash the state instead of drawing a seed: the host would wait for a number on a device.
     key = state.numpy().tobytes() + str(rank).encode()
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 2**63

@@ -155,7 +155,7 @@ class _Leaf:
     """A description of one rank's leaf, a tensor or a list of items, for the other ranks."""
 
     kind: str
-    """A description that must be equal on all ranks."""
+    """The type of the leaf, or its dtype and trailing shape. It must be equal on all ranks."""
     specs: tuple[_Spec, ...] = ()
     items: bytes = b""
     problem: str = ""

@@ -29,15 +29,17 @@ from accel_fn.core.primitives import group_of, nccl_of
 from accel_fn.core.state import Axis, DistState
 
 MakeGroup = Callable[[DistState, str, range], ProcessGroup | None]
-"""A function that makes a group for a set of ranks along an axis, and returns this rank's end of
-it. All ranks call it for every set of ranks along every axis, in the same order."""
+"""A function that makes a group for a set of ranks along an axis. It returns this rank's end of the
+group, or None if the rank is not in the set. All ranks call the function for every set of ranks
+along every axis, in the same order."""
 # The tag of a message that no rank ever sends.
 _NEVER_SENT = 1 << 30
 # Numbers for the names of groups: all threads share torch's table of groups, so names must be
 # unique.
 _numbers = itertools.count()
 _groups: dict[str, list[ProcessGroup]] = {}
-"""Lists of open groups by name: a group, followed by its parts."""
+"""The open groups of `make_group`, by name. Each list holds a group, and then the groups that were
+made as parts of it."""
 
 
 def make_axes(state: DistState, shape: Mapping[str, int], make: MakeGroup) -> tuple[Axis, ...]:
@@ -112,12 +114,12 @@ def make_group(
 
 
 def num_connections(group: ProcessGroup) -> int:
-    """Return how many sockets this end of a group and its parts hold open."""
+    """Return how many sockets this rank holds open for a group and the groups that are part of it."""
     return sum(each.size() - 1 for each in _groups[group.group_name])
 
 
 def close_group(group: ProcessGroup) -> None:
-    """Close the connections of a group and its parts: pending calls fail at once, on all ranks.
+    """Close the connections of a group and of its parts. Pending calls fail at once, on all ranks.
 
     Gloo closes connections only after a time-out, so provoke a time-out.
     """

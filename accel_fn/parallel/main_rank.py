@@ -125,8 +125,8 @@ def main_first(state: DistState, *, local: bool = False) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            # If a collective ran inside the context, the waiting ranks have met it and raised an
-            # error already.
+            # A collective inside the context meets the exchange in which the other ranks wait, so
+            # they have raised an error already.
             if num_calls() == before:
                 send_failure(error, state, "main_first")
             raise

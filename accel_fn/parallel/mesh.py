@@ -1,10 +1,10 @@
 """Device meshes: the ranks of a world as torch's mesh, and their process groups.
 
 Real processes get torch's own mesh. This mesh needs torch's table of groups, which all threads of a
-process share. The groups of simulated ranks are not in this table, so this module makes their mesh
-by hand, and that of a world of one rank, which has no group. The code is here and not in
-`testing/`, since `wrap_fsdp` makes meshes of all kinds. This module uses private names of torch;
-tests/core/test_torch_internals.py fails when one changes.
+process share. The groups of simulated ranks are not in this table, so this module makes the meshes
+of simulated ranks by hand. It also makes the mesh of a world of one rank by hand. The code is here
+and not in `testing/`, since `wrap_fsdp` makes meshes of all kinds. This module uses private names
+of torch; tests/core/test_torch_internals.py fails when one of them changes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from accel_fn.errors import StateError
 from accel_fn.parallel.groups import make_group
 
 _TIMEOUT_S = 30.0
-# A number for each mesh made by hand, so that the keys of two meshes in the group's store differ.
+# Numbers that make names unique: the keys of meshes made by hand in a group's store, and the names
+# of silent groups.
 _numbers = itertools.count()
 
 
@@ -161,7 +162,7 @@ def _silent_group(device: torch.device, size: int) -> ProcessGroup:
 
 
 class _MeshByHand(DeviceMesh):
-    """A mesh for simulated ranks: torch's takes the rank of the process, this one that of the thread."""
+    """A mesh for simulated ranks. It has the rank of its thread; torch's mesh has the process's rank."""
 
     def __init__(
         self, kind: str, rank: int, ranks: Tensor, groups: Mapping[str, ProcessGroup]

@@ -52,8 +52,8 @@ class Channel:
     def via_main(self, value: Any, answers_of: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Send this rank's picklable `value` to rank 0, and return rank 0's answer to this rank.
 
-        Only rank 0 calls `answers_of`, with all values in rank order, for one answer per rank. If
-        that raises, or a rank called `fail`, all ranks raise.
+        Only rank 0 calls `answers_of`, with all values in rank order; it returns one answer per
+        rank. If `answers_of` raises an error, or a rank called `fail`, all ranks raise an error.
 
         Cost: two messages per rank, and one more for each pickled value or answer of over 216
         bytes.

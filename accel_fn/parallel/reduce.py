@@ -323,7 +323,10 @@ def _share_of(tensor: Tensor, share: float) -> Tensor:
 
 
 def _kind_of(leaf: Any, function: str) -> str:
-    """Return a leaf's properties, for ranks to compare; refuse a leaf that cannot be reduced."""
+    """Describe a leaf by its type, dtype and shape; refuse a leaf that cannot be reduced.
+
+    The ranks compare these descriptions.
+    """
     is_mean, is_extreme = function == "reduce_mean", function in ("reduce_max", "reduce_min")
     if isinstance(leaf, int | float):
         kind = "float" if isinstance(leaf, float) else "int"

@@ -49,7 +49,7 @@ _NCCL_AFTER_WATCHDOG_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The variables of a launcher for one process."""
+    """The place of one process in its world, from the variables of a launcher or a cluster."""
 
     rank: int
     world_size: int
@@ -58,7 +58,7 @@ class Launch:
     host: str
     port: int
     serves: bool
-    """Whether this process serves the store; if not, rank 0 or torchrun's agent does."""
+    """Whether this process serves the store. Otherwise, rank 0 or the launcher's agent serves it."""
     store_file: str | None = None
     """The file of the store of a launch on this machine; None if ranks meet at the address."""
 
@@ -73,7 +73,7 @@ class JoiningRank:
     deadline: float
     """The time to give up, on the monotonic clock."""
     task: str
-    """The text for errors: what all ranks must do."""
+    """The action that all ranks must take in time, for the text of errors."""
 
 
 def join_world(

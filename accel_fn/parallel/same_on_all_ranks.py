@@ -1,4 +1,4 @@
-"""Comparisons over the ranks: gradients of the first update, and parameters."""
+"""Compare tensors over the ranks: the gradients of the first update, and parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from accel_fn.core.loop import Strategy
 
 _PIECE, _PIECE_ON_HOST = 2**22, 2**16
-"""Number of words to read at a time: many, for few kernels; fewer on the host, to fit its cache."""
+"""How many words to read at a time, on a device and on the host. Many words need few kernels on a
+device. On the host, fewer words fit into the cache."""
 _MIXING = 6364136223846793005
 """An odd number whose bits look random: the multiplier of Knuth's generator for MMIX."""
 
@@ -29,9 +30,12 @@ _MIXING = 6364136223846793005
 def check_same_gradients(
     strategy: Strategy, state: DistState, plan: Plan, grads: Grads, report: Report
 ) -> None:
-    """Raise on every rank if the losses or the gradients for the optimizer differ between ranks.
+    """Raise on every rank if the gradients for the optimizer differ between ranks.
 
-    Cost: one read of the gradients, four small collectives, two host synchronisations.
+    On a mesh with other axes than `dp`, compare the losses and metrics first.
+
+    Cost: one read of the gradients, and for each of the comparisons two small collectives and one
+    host synchronisation.
     """
     if state.data.world_size < state.world_size:
         # A loss or a metric may come from the part of a split layer that this rank computes.

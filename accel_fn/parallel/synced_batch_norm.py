@@ -59,7 +59,7 @@ def is_synced(state: DistState, plan: Plan) -> bool:
 
 
 class SyncedStrategy(PaddingStrategy):
-    """A base class to put before a strategy: in its steps, layers use the rows of all ranks."""
+    """A base class to list before a strategy, whose BatchNorm layers then use the rows of all ranks."""
 
     # A rank without rows runs a micro-batch of another rank, to join the collectives of every
     # layer; these rows do not count. Without a forward, the rank would not know which layers come
@@ -76,7 +76,7 @@ class SyncedStrategy(PaddingStrategy):
 
     @contextmanager
     def sharing(self, state: DistState) -> Iterator[None]:
-        """Sync the layers in a batch and in its backward, in which checkpoints call layers."""
+        """Sync the layers in the forward and in the backward, in which checkpoints run layers again."""
         try:
             with with_forwards(self._layers.forwards), super().sharing(state):
                 yield
@@ -87,7 +87,7 @@ class SyncedStrategy(PaddingStrategy):
     def filled(
         self, parts: Parts, weights: Weights, spare: Any, most: int
     ) -> tuple[Parts, Weights]:
-        """Repeat the spare micro-batch until there are `most`; keep all of this rank's own."""
+        """Append copies of the spare micro-batch until there are `most` micro-batches."""
         lacking = most - len(parts)
         return [*parts, *[spare] * lacking], [*weights, *[_SPARE] * lacking]
 

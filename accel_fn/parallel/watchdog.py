@@ -49,9 +49,9 @@ _LOG, _ABORT, _REPORTS = "accel_fn/log", "accel_fn/abort", "accel_fn/reports"
 
 
 class StoreLog:
-    """A log that every rank can add to, a request to abort, and a count of reports.
+    """The entries of all ranks in the store, a request to abort, and a count of reports.
 
-    If the server is gone, calls return at once and do nothing.
+    If the server of the store is gone, calls return at once and do nothing.
     """
 
     def __init__(self, store: Any, address: tuple[str, int] | None) -> None:
@@ -115,12 +115,12 @@ class StoreLog:
 
 
 class StoreWatchdog:
-    """The flight recorder and the watchdog of one rank. Mutable; one per group.
+    """The flight recorder and the watchdog of one rank. Each group has its own.
 
-    A thread checks a few times per timeout. If this rank has waited longer than the timeout, the
-    thread requests an abort in the store log, and every rank prints a report and ends its process.
-    A rank that entered a collective within half the timeout does not read the store, so a healthy
-    run costs no traffic.
+    A thread checks several times per time-out. If this rank has waited longer than the time-out,
+    the thread requests an abort through the store, and every rank prints a report and ends its
+    process. A rank that made progress within half the time-out does not read the store, so a
+    healthy run causes no traffic.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class StoreWatchdog:
     def enter(
         self, function: str, leaves: Sequence[Any], *, counts: bool = True, axis: str = ""
     ) -> Waiting:
-        """Record the start of a collective of these leaves; the caller waits in the result."""
+        """Record a collective of these leaves; return the context in which the caller waits for it."""
         place = place_of(sys._getframe(1), self._libraries)
         # Give messages the number 0: all ranks run equally many collectives, but may send different
         # numbers of messages.
@@ -287,7 +287,7 @@ class StoreWatchdog:
     def _wait_for_entries(
         self, is_enough: Callable[[Mapping[int, Entry]], bool], notice_s: float
     ) -> dict[int, Entry]:
-        """Return the log's entries as soon as `is_enough` accepts them, or after a time-out."""
+        """Return the log's entries once `is_enough` accepts them, a time-out ends or the store is gone."""
         deadline = time.monotonic() + notice_s + _SLACK_S
         while True:
             entries = self._log.entries()

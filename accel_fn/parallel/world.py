@@ -189,15 +189,15 @@ def _joined_world(environment: Mapping[str, str]) -> Launch | None:
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:
-    """Return whether a launcher has set this process's place.
+    """Return whether a launcher has set a rank or a world size for this process.
 
-    An address alone is not enough: a script may have set it.
+    A variable with an address alone is not enough, since a script may have set it.
     """
     return any(environment.get(name) for name in ("RANK", "WORLD_SIZE", *_LOCAL))
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """Return the launcher's variables, checked; None if no launcher has set any."""
+    """Read and check the variables of a launcher or a cluster; return None if there are none."""
     names = (*_NEEDED, *_LOCAL)
     given = {name: environment[name] for name in names if environment.get(name)}
     if "LOCAL_RANK" in given and "LOCAL_WORLD_SIZE" not in given:

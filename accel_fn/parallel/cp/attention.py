@@ -34,16 +34,19 @@ class WholeAttention(TorchFunctionMode):
         super().__init__()
         self._cp = cp
         self.by_heads = by_heads
-        """Whether each rank attends for some heads, over all tokens: "ulysses"."""
+        """Whether each rank attends for some heads over all tokens, as with attention="ulysses"."""
         self.blocks = Blocks(0, 1, 0)
         """The blocks into which the current sequences are cut."""
         self.documents: Tensor | None = None
-        """Positions of packed documents in the whole sequences, for masks of transformers."""
+        """For masks of transformers: the position of each token in its packed document.
+
+        None if no sequence packs several documents.
+        """
         self._is_inside = False
         """Whether the call of attention comes from `_Attention` itself."""
 
     def over(self, blocks: Blocks) -> WholeAttention:
-        """Return this mode, set to sequences that are cut into these blocks."""
+        """Set this mode to sequences that are cut into these blocks, and return the mode."""
         self.blocks, self.documents = blocks, None
         return self
 

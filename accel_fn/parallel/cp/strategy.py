@@ -59,7 +59,7 @@ def _over_context(kind: type[Strategy]) -> type[Strategy]:
 
 
 class ContextParallel(Strategy):
-    """A base class before a strategy's: ranks along an axis compute blocks of the same sequences.
+    """A base class to list before a strategy: ranks along an axis compute blocks of the same sequences.
 
     Losses are summed over the axis. A backward starts from the share times the number of ranks
     along the axis, so the average of the gradients over these ranks is their sum.
@@ -74,11 +74,14 @@ class ContextParallel(Strategy):
         *,
         averages: bool,
     ) -> None:
-        """Set the ranks along the axis, and the dimension of the tokens in each batch entry."""
+        """Store the settings of `wrap_cp` in a strategy that was made as an object of its own class.
+
+        `make_cp` calls this after it has changed the class of the strategy.
+        """
         self._cp, self._dims, self._weight_fn = cp, dims, plan.weight_fn
         self._averages = averages
-        """Whether the strategy itself averages over `dp` only, as for a model that wrap_tp has
-        split."""
+        """Whether this class must average gradients over the axis. The strategy averages over `dp`
+        alone if wrap_tp has split the model."""
         self._attention = attention
         self._of_transformers = ModelsOfTransformers(self.model, dims)
         self._layouts: dict[bool, Sequence[tuple[str, int]]] = {}
@@ -128,7 +131,7 @@ class ContextParallel(Strategy):
         return self._joined(*outcome, share)
 
     def weights_of(self, plan: Plan, part: Any) -> list[float]:
-        """Return the weights of a micro-batch and its blocks; refuse any that do not add up."""
+        """Return the weight of a micro-batch and of each block; refuse weights that do not add up."""
         blocks = self.blocks_of(part)
         part = self._of_transformers.with_shifted(part)
         dims = self._dims
@@ -221,7 +224,7 @@ class ContextParallel(Strategy):
             self._is_whole = False
 
     def join_gradients(self) -> None:
-        """Average the gradients of trial passes along the axis, unless shards have done so."""
+        """Average the gradients of the checks' passes along the axis, unless FSDP has done so."""
         if self._averages:
             super().average(self._cp)
         if self._averages or not self.pads:
@@ -234,8 +237,8 @@ class ContextParallel(Strategy):
     def start_of(self, part: Any, num_tokens: int) -> Any:
         """Return the first `num_tokens` tokens of each sequence for each rank along the axis.
 
-        Entries that are not cut lose the other tokens in every dimension but the first that is as
-        long as a sequence.
+        In an entry that `wrap_cp` does not cut, every dimension except dimension 0 is shortened if
+        it is as long as a sequence.
         """
         length = self.blocks_of(part).num_tokens
         most = num_tokens * self._cp.world_size
@@ -296,7 +299,7 @@ def _attention_behind(ends: Sequence[Node]) -> list[Node]:
 
 
 class _SumOverBlocks(torch.autograd.Function):
-    """Sums over the ranks along `cp`, of a loss and of each metric value; the loss alone has a gradient."""
+    """Sums a loss and metric values over the ranks along `cp`. Only the loss has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, rest: Tensor, cp: DistState) -> tuple[Tensor, Tensor]:

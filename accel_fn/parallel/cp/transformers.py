@@ -23,7 +23,7 @@ _IGNORED = -100
 
 
 def models_of_transformers(model: nn.Module) -> list[Any]:
-    """Return the outermost models of transformers in a model; none if it was not imported."""
+    """Return the outermost models of transformers in a model; none if no code imported transformers."""
     library = sys.modules.get("transformers")
     if library is None:
         return []
@@ -97,7 +97,10 @@ class ModelsOfTransformers:
 
     @contextmanager
     def given(self, part: Any, blocks: Blocks) -> Iterator[None]:
-        """Run the forward of a block in this context: models also get whole-sequence data."""
+        """Enter a context for the forward of a block, in which models get global positions.
+
+        They also get the mask of the whole sequence and the shifted labels.
+        """
         with ExitStack() as stack:
             for each in self._models:
                 hook = partial(self._complete, part=part, blocks=blocks)

@@ -110,7 +110,7 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp", attention: str = "gath
 
 
 class CPSlot(SlotFunction):
-    """The slot function of wrap_cp: `make_cp` with its settings, and the inner strategy."""
+    """The slot function of wrap_cp: it calls `make_cp` with its settings and the inner strategy."""
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]

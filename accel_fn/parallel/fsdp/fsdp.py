@@ -1,4 +1,4 @@
-"""wrap_fsdp: parameters, gradients and optimizer state in shards over the ranks, by FSDP2."""
+"""wrap_fsdp: shard parameters, gradients and optimizer state over the ranks, by FSDP2."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def wrap_fsdp(
 
 
 class FSDPSlot(SlotFunction):
-    """The slot function of wrap_fsdp: `make_fsdp` with its settings."""
+    """The slot function of wrap_fsdp: it calls `make_fsdp` with its settings."""
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
@@ -160,7 +160,7 @@ class FSDPSlot(SlotFunction):
         return frozenset({"shards", "takes_empty", *(["acts_alone"] if alone else ())})
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse a plan that FSDP cannot shard, or that its collectives cannot follow."""
+        """Refuse a model that FSDP cannot shard, and transforms that do not work with FSDP."""
         if self.keywords["sync_batchnorm"]:
             check_synced("wrap_fsdp", state, plan)
         replicate = self.keywords["replicate"]
@@ -201,7 +201,10 @@ class FSDPSlot(SlotFunction):
         check_shardable(plan.model, units, ignored_in(plan.model, ignore), is_split=is_split)
 
     def num_parts(self, size: int) -> Mapping[str, int]:
-        """Return the size of a group of shards for all three names: FSDP divides everything."""
+        """Return into how many parts FSDP divides parameters, gradients and optimizer state.
+
+        For all three, it is the number of ranks in a group of shards.
+        """
         replicate = self.keywords["replicate"]
         if size % replicate:
             rule = f"divide the number of ranks, {size}"
@@ -209,7 +212,7 @@ class FSDPSlot(SlotFunction):
         return dict.fromkeys(("parameters", "gradients", "optimizer"), size // replicate)
 
     def share(self, plan: Plan, meshes: Mapping[str, DeviceMesh]) -> nn.Module | None:
-        """Shard the model, and return the loss over shards."""
+        """Shard the model over `dp`, and return the loss over shards; None without this axis."""
         if "dp" not in meshes:
             return None
         self._check_shardable(plan)
@@ -237,7 +240,10 @@ def make_fsdp(
     sync_batchnorm: bool,
     **settings: Any,
 ) -> Strategy:
-    """Make FSDP over all ranks, or over `dp` for a split model; else a plain `Strategy`."""
+    """Make an `FSDP` strategy over all ranks, or over `dp` if the model is split over another axis.
+
+    On one rank, make a plain `Strategy`, unless parameters are converted or offloaded.
+    """
     is_split = any(map(is_sharded, plan.model.parameters()))
     ranks = over(state) if is_split else state
     if ranks.world_size == 1 and settings["param_dtype"] is None and not settings["offload"]:

@@ -135,8 +135,8 @@ def _updated_whole(
             starts = [each.detach().clone() for each in parameters]
             _update(twin, parameters, _whole)
         except Exception:
-            # A copy may fail: an optimizer may read the model, or make its state in `__init__`.
-            # Leave such an optimizer untried.
+            # A copy may fail: an optimizer may read the model, or make its state in `__init__`. Do
+            # not try such an optimizer, since the failure may not concern shards.
             return [], False
         if not is_same_random(before, random_state(state.device)):
             return [], True
@@ -146,7 +146,7 @@ def _updated_whole(
 def _fault_on_shards(
     optimizer: Optimizer, state: DistState, mesh: DeviceMesh, expected: list[tuple[Tensor, Tensor]]
 ) -> str:
-    """Run the same updates on shards; describe a difference from `expected`, or return ""."""
+    """Run the updates of `_updated_whole` on shards; describe a difference from `expected`, or return ""."""
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
 
     def cut(whole: Tensor) -> Tensor:
@@ -198,7 +198,10 @@ def _twin(
     length_of: LengthFn,
     place: Callable[[Tensor], Tensor],
 ) -> tuple[Any, list[nn.Parameter]]:
-    """Copy an optimizer onto small parameters, one for each kind in a group; return both."""
+    """Copy an optimizer onto small parameters, one for each kind in a group.
+
+    Return the copy and its parameters that require a gradient.
+    """
     twins = _Twins(state.device, length_of, place)
     twin = twins.copied(optimizer)
     kept: list[Group] = []

@@ -1,8 +1,8 @@
-"""The loss as a module of shards: FSDP is applied to it, and not to the user's model.
+"""The loss as a module over shards: it is FSDP's root, and hides FSDP's classes from the user.
 
 FSDP changes the class of every module that it shards. The user would see the new class in
-`type(model)`, errors and pickles. Here, a user's module has the new class only while this file
-calls a method of FSDP on the module.
+`type(model)`, errors and pickles. Here, the user's modules have the new classes only while this
+file calls a method of FSDP.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _BLOCKS_ALONE = (
 class ShardedLoss(nn.Module):
     """A module that maps a batch to its loss, over parameters that are unsharded only while needed.
 
-    Every forward and backward gathers parameters, so all ranks must run the same number of them:
-    see `FSDP.pad`.
+    Every forward and backward gathers parameters. So all ranks must run the same number of forwards
+    and backwards, see `FSDP.pad`.
     """
 
     def __init__(self, module: nn.Module, *, keeps_whole: bool) -> None:
@@ -123,7 +123,10 @@ class ShardedLoss(nn.Module):
                 )
 
     def add_top(self, top: nn.Module) -> None:
-        """Gather a part's parameters outside of blocks, for a loss or for a call of the part."""
+        """Gather a part's parameters outside of blocks for each loss, and reshard them after it.
+
+        They are also resharded after a call of the part outside of a loss.
+        """
         self._tops.append(top)
         top.register_forward_hook(self._free_alone if top in self._whole else self.free)
 
@@ -142,7 +145,10 @@ class ShardedLoss(nn.Module):
         self._frozen[name] = model
 
     def add_frozen_top(self, top: nn.Module) -> None:
-        """Gather a frozen model's parameters outside of its blocks, for a loss or for one call."""
+        """Gather a frozen model's parameters outside of its blocks for each loss.
+
+        They are resharded after a call of the model outside of a loss.
+        """
         self._tops.append(top)
         top.register_forward_hook(self._free_after_call)
 
@@ -290,7 +296,7 @@ class ShardedLoss(nn.Module):
             parameter.unsharded_accumulated_grad = None
 
     def keep_order(self, order: UnitOrder, mesh: DeviceMesh) -> None:
-        """Make the collectives of every unit keep this order, equal on all ranks."""
+        """Let `order` check the collectives of every unit, so that all ranks call them in one order."""
         if order.state.world_size == 1:
             return
         shard_axis, *others = mesh.get_all_groups()[::-1]

@@ -1,4 +1,4 @@
-"""The order of FSDP's collectives in a pass: equal on every rank, or an error on all ranks."""
+"""Make sure that all ranks call FSDP's collectives in one order, or that all ranks raise an error."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ class UnitOrder:
         self._place = None
 
     def meet(self, event: Event) -> None:
-        """Wait until this event is next on every rank; raise on all ranks if it is not."""
+        """Compare this event with the next events of the other ranks, unless it is the expected one.
+
+        If the events differ, all ranks raise an error.
+        """
         place = self._place
         if place is None:
             self._compare(event, None)

@@ -24,7 +24,7 @@ def average(
 
     The mean is the value of the rank with the largest weight, plus the weighted differences of the
     other ranks from it. So a value that is equal on all ranks, such as a count of updates, keeps
-    its bits.
+    its bits. The lines of `also` must be equal on all ranks, as the names of the tensors must.
     """
     weights = _agreed(tensors, weight, state, also)
     total = sum(weights)

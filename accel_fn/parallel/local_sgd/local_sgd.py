@@ -138,7 +138,7 @@ def make_local(state: DistState, module: nn.Module, plan: Plan) -> Strategy:
 
 
 class OwnMean(GlobalMean):
-    """A mean over this rank's items in its shares; no rank waits before the last backward."""
+    """A mean whose factors of gradients come from this rank's items alone, so no backward waits for them."""
 
     is_exact_over_ranks = False
 
@@ -147,7 +147,7 @@ class OwnMean(GlobalMean):
         return shares(weight, self.own_weight)
 
     def add(self, loss: Tensor, metrics: Metrics, weight: Weight) -> None:
-        """Add the losses unscaled, since the total is not known yet."""
+        """Add the losses unscaled, since the weight of the global batch is not known yet."""
         self.add_scaled(loss, metrics, weight)
 
     def close(self) -> tuple[Tensor, dict[str, Tensor], Weight]:
@@ -200,7 +200,7 @@ class LocalGradients(Strategy):
     def run(
         self, plan: Plan, state: DistState, mean: GlobalMean, parts: Parts, weights: Weights
     ) -> None:
-        """Run the micro-batches, without a loss scale."""
+        """Run the micro-batches; refuse a state with a loss scale."""
         if state.scaler is not None:
             raise StateError(
                 "step: state must carry no loss scale under local_sgd, got one; keep a state of its own "
@@ -241,9 +241,9 @@ class RankAverage:
     def _updated(self) -> list[str]:
         """Return the names of the parameters that this rank has updated, for the ranks to compare.
 
-        If `every` is more than 1, ranks may differ, so return an empty list. Without momentum and
-        weight decay, return an empty list too: a missing gradient then acts like a gradient of
-        zeros.
+        If `every` is more than 1, ranks may differ, so return an empty list. Without optimizer
+        state and weight decay, return an empty list too: a missing gradient then acts like a
+        gradient of zeros.
         """
         groups = [g for each in self._plan.optimizers.values() for g in each.param_groups]
         has_state = any(each.state for each in self._plan.optimizers.values())

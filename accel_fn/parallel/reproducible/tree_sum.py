@@ -28,7 +28,7 @@ class Tree:
         self._sums: list[tuple[int, Tensors]] = []
 
     def add(self, tensors: Tensors) -> None:
-        """Add the next list; from now on the tree may overwrite its memory."""
+        """Add the next list of tensors. The tree may overwrite these tensors from now on."""
         size = 1
         while self._sums and self._sums[-1][0] == size:
             tensors = _added(self._sums.pop()[1], tensors)

@@ -260,7 +260,7 @@ class VirtualRanks(Strategy):
 
 
 def tracking_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Find modules in which, in training mode, a sample's result depends on other samples."""
+    """Find, by name, the modules that track running statistics of batches, and each SyncBatchNorm."""
     return {
         name or "the model": module
         for name, module in model.named_modules()

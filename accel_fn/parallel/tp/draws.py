@@ -81,7 +81,7 @@ class _Region:
         self._device = torch.device("cpu")
         self._seed = 0
         self._inside = self._outside = torch.empty(0)
-        """States of the generator: when the region began, after seeding, and before it."""
+        """States of the generator at the start of a region: after the seeding, and before it."""
         self._is_open = False
 
     @_outside_of_graphs

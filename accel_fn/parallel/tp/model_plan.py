@@ -107,11 +107,11 @@ def _without_plan(model: nn.Module) -> str:
 
 
 def _guess(block: nn.Module) -> dict[str, str]:
-    """Guess the styles of a block's layers, part by part.
+    """Guess the styles of a block's layers, for each part of the block, such as its attention.
 
     The last layer of a part is rowwise if it takes as many features as another layer of the part
-    returns; the others are then colwise. If not, the styles of the part are empty, for example if
-    one matrix holds queries, keys and values.
+    returns. The other layers are then colwise. Otherwise, the styles of the part are empty, for
+    example if one matrix holds queries, keys and values.
     """
     modules = dict(block.named_modules())
     layers = {

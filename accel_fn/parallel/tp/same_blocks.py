@@ -34,9 +34,11 @@ from accel_fn.parallel.tp.patterns import starred
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _NEVER = ("torch.distributed.fsdp", "accel_fn.parallel.fsdp", __name__)
-"""Packages whose hooks are off in both runs: parameters are whole, and no call is recorded."""
+"""Packages whose hooks are off in the split and in the unsplit run. FSDP has nothing to gather
+there, and the hooks of this module must not record these runs."""
 _STYLES = ("torch.distributed.tensor", "accel_fn.parallel.tp", "transformers.distributed")
-"""Packages whose hooks and replaced forwards split inputs and make plain tensors."""
+"""Packages whose hooks and replaced forwards belong to split layers, and are off in the unsplit
+run."""
 _BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-3}
 _BOUND_OF_HALVES = 0.05
 """How far outputs may differ, as a fraction of the largest output, for each dtype of a run.
@@ -213,7 +215,10 @@ class _Outcome(NamedTuple):
 def _compare(
     module: nn.Module, call: Any, dtype: torch.dtype | None, axis: str, device: torch.device
 ) -> _Outcome:
-    """Run a block split and unsplit, with parameters and inputs converted to a dtype, if given."""
+    """Run a block split and unsplit, and return how much the results differ.
+
+    If a dtype is given, parameters and inputs are converted to it.
+    """
 
     def converted(tensor: Tensor) -> Tensor:
         is_moved = dtype is not None and tensor.is_floating_point()
@@ -269,7 +274,7 @@ def _compare(
 
 
 def _worst(found: Sequence[float], bound: float, trained: Sequence[str]) -> _Outcome:
-    """Return the difference of the outputs if it is too large, otherwise the largest of a gradient."""
+    """Return the difference of the outputs if it is too large, else the largest one of a gradient."""
     if found[0] > bound or len(found) == 1:
         text = f"outputs that differ by {found[0]:.2g} of the largest"
         return _Outcome(True, found[0], bound, text)

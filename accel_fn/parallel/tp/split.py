@@ -101,7 +101,7 @@ def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _whole(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a tensor as a replicated DTensor on the mesh; it must be equal on all ranks."""
+    """Make a replicated DTensor of a plain tensor, which is equal on all ranks; return a DTensor as it is."""
     if is_sharded(tensor):
         return tensor
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)

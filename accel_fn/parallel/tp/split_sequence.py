@@ -1,4 +1,4 @@
-"""The style of norms: each rank runs its part of the sequence."""
+"""The style "sequence", for norms: each rank runs the norm on its part of the sequence."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def wrap_tp(styles: Styles = "auto", *, axis: str = "tp") -> Transform:
 
 
 class TPSlot(SlotFunction):
-    """The slot function of wrap_tp: `split_over_axis` with its settings."""
+    """The slot function of wrap_tp: it calls `split_over_axis` with its settings."""
 
     traits = frozenset({"shards", "takes_empty"})
 
@@ -131,7 +131,7 @@ class TPSlot(SlotFunction):
         _styles(plan.model, self.keywords["styles"], size)
 
     def share(self, plan: Plan, meshes: Mapping[str, DeviceMesh]) -> None:
-        """Split the layers that have a style."""
+        """Split the layers that have a style; do nothing without a mesh of the axis."""
         from accel_fn.parallel.tp.split import cut_layers
 
         mesh, model = meshes.get(self.keywords["axis"]), plan.model
@@ -143,7 +143,7 @@ class TPSlot(SlotFunction):
 
 
 def split_over_axis(state: DistState, model: nn.Module, *, styles: Styles, axis: str) -> nn.Module:
-    """Split a model over an axis; a `shard_model` function with its settings."""
+    """Split a model over an axis, in place, and return it. `wrap_tp` fills the slot `shard_model` with it."""
     from accel_fn.parallel.tp.split import split_model
 
     size = axis_size("wrap_tp", state, axis)
