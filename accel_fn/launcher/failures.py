@@ -161,7 +161,7 @@ def _read_record(folder: Path, otherwise: float) -> tuple[str, str, float, int |
 
 
 def read_crash(folder: Path) -> str:
-    """Read the stack that Python wrote when native code crashed, without the launcher's lines."""
+    """Read the stack that Python wrote when native code crashed, without the lines of our worker."""
     lines = _read_stack(folder).splitlines(keepends=True)
     # Without this line, the rank did not crash: it wrote the stack when it got a SIGTERM.
     if not any(line.startswith("Fatal Python error") for line in lines):

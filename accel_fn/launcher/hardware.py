@@ -24,7 +24,7 @@ class Processors:
     cores: int
     """The number of physical cores, at most the quota of the container."""
     nodes: tuple[tuple[int, ...], ...]
-    """The processors of each memory node."""
+    """The processors of each NUMA node."""
 
 
 def read_processors(root: Path = Path("/"), allowed: Sequence[int] | None = None) -> Processors:
@@ -86,7 +86,7 @@ def _quota(root: Path) -> float:
 def bind_ranks(processors: Processors, num_local: int) -> tuple[tuple[int, ...], ...] | None:
     """Choose the processors of each local rank; None if there is nothing to choose.
 
-    Each memory node gets consecutive ranks. If there are fewer ranks than nodes, each rank gets
+    Each NUMA node gets consecutive ranks. If there are fewer ranks than nodes, each rank gets
     consecutive nodes.
     """
     num_nodes = len(processors.nodes)
@@ -185,7 +185,7 @@ def list_gpus() -> list[str]:
 
 
 def built_for_cuda() -> bool:
-    """Return whether torch was built for CUDA, from its version file, without an import."""
+    """Read from torch's version file whether torch was built for CUDA. Torch is not imported."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

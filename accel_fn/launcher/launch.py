@@ -223,7 +223,7 @@ their work."""
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One process, and the folder into which it writes its result."""
+    """The process of one rank, and the folder into which it writes its result or its error."""
 
     number: int
     folder: Path
@@ -246,7 +246,7 @@ class Rank:
         return found
 
 
-class RankTraceback(Exception):  # noqa: N818 - it is the cause of an error, and none itself
+class RankTraceback(Exception):  # noqa: N818 - it is not raised, but is the cause of another error
     """The traceback of an error in the rank that raised it."""
 
     def __str__(self) -> str:
@@ -259,7 +259,7 @@ def run_ranks(
     cpus: Sequence[Sequence[int]],
     displays: int | None = None,
 ) -> list[Any]:
-    """Start a rank for each set of variables; make the pickled call on all, and return the results.
+    """Start a rank for each set of variables; run the pickled call on all, and return the results.
 
     The results are in rank order. If ranks fail, end all ranks, then raise the error that caused
     the other failures. In a notebook, rank 0 sends its displays to the pipe `displays`.

@@ -110,7 +110,7 @@ def _read_node(environment: Mapping[str, str]) -> Node | None:
 
 
 def _check_pod(environment: Mapping[str, str]) -> None:
-    """Refuse a pod that knows its index and the first pod, but not the number of pods."""
+    """Refuse a pod whose variables hold its index and the first pod's address, but no number of pods."""
     address = next(filter(environment.get, ("MASTER_ADDR", "PET_MASTER_ADDR")), None)
     if address and environment.get("JOB_COMPLETION_INDEX"):
         raise WorldError(

@@ -26,7 +26,7 @@ def shell_of_kernel() -> Any:
 
 
 def check_unused_accelerator(shell: Any) -> None:
-    """Refuse a notebook that has used an accelerator: its process keeps the device's memory to the end."""
+    """Refuse a notebook that has used an accelerator: its process would keep memory that ranks need."""
     torch = sys.modules.get("torch")
     device = torch.accelerator.current_accelerator() if torch else None
     if torch is None or device is None:

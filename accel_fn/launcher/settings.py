@@ -390,7 +390,10 @@ def _merged(layers: list[Layer]) -> tuple[dict[str, Given], dict[str, str]]:
 
 
 def default_processes(settings: Settings, machine: Machine) -> tuple[int, str]:
-    """Return one process for each accelerator that may be used, else one; and the reason."""
+    """Return the default number of processes on all machines, and its source.
+
+    A machine has one process for each accelerator that may be used, or one if there is none.
+    """
     if settings.cpu:
         count, why = 1, "default"
     elif settings.gpu_ids is not None:
@@ -543,7 +546,10 @@ def _cluster(environment: Mapping[str, str]) -> Task | Node | None:
 
 
 def _ids(ids: tuple[int, ...], variable: str | None, machine: Machine) -> Iterator[Mistake]:
-    """Find indices of devices that do not exist, or that CUDA_VISIBLE_DEVICES hides."""
+    """Find a mistake in `gpu_ids`.
+
+    The devices must be of CUDA, and must exist. CUDA_VISIBLE_DEVICES must not hide them.
+    """
     count = machine.num_installed
     if machine.kind not in ("", "CUDA"):
         rule = f"be left out where the devices are {machine.kind}"

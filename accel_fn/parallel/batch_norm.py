@@ -58,9 +58,10 @@ class SyncedBatchNorm:
         """The autograd nodes of the layers, in the graph of the current micro-batch."""
 
     def exchange(self, code: int, numbers: Tensor) -> Tensor:
-        """Return all ranks' numbers, [ranks, num_numbers]; `code` identifies the layer and the pass.
+        """Return the numbers of all ranks, [ranks, num_numbers].
 
-        On a CPU, raise an error on all ranks if the codes of the ranks differ.
+        `code` identifies the layer, and the forward or the backward. On a CPU, raise an error on
+        all ranks if the codes of the ranks differ.
         """
         packet = numbers.new_zeros(1 + 1 + 2 * self._width)
         packet[0] = code

@@ -1,4 +1,4 @@
-"""The stores of a rendezvous: a file for one machine, and signed values over torch's server."""
+"""The stores of a rendezvous: one in a file, and one that signs its values on torch's server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FolderStore(FileStore):
 
 
 class SignedStore(Store):
-    """A store that signs its values with the run's token, and refuses values without a signature.
+    """A store that signs each value with the run's token, and refuses values that no rank has signed.
 
     Torch's server has no password. Strangers who reach it can still read values, delete them, and
     change its counters, which are plain numbers. They cannot forge a value of a rank. A signature

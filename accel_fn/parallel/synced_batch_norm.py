@@ -28,7 +28,7 @@ _SPARE: Final = _Spare()
 
 
 def check_synced(function: str, state: DistState, plan: Plan) -> None:
-    """Refuse a plan that cannot be combined with statistics over all ranks."""
+    """Refuse a plan that cannot be combined with BatchNorm statistics over all ranks."""
     if state.world_size == 1:
         return
     argument = f"{function}(sync_batchnorm)"

@@ -43,7 +43,7 @@ class WholeAttention(TorchFunctionMode):
         None if no sequence packs several documents.
         """
         self._is_inside = False
-        """Whether the call of attention comes from `_Attention` itself."""
+        """Whether the call of attention comes from this mode itself."""
 
     def over(self, blocks: Blocks) -> WholeAttention:
         """Set this mode to sequences that are cut into these blocks, and return the mode."""

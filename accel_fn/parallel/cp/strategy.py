@@ -61,8 +61,9 @@ def _over_context(kind: type[Strategy]) -> type[Strategy]:
 class ContextParallel(Strategy):
     """A base class to list before a strategy: ranks along an axis compute blocks of the same sequences.
 
-    Losses are summed over the axis. A backward starts from the share times the number of ranks
-    along the axis, so the average of the gradients over these ranks is their sum.
+    Losses are summed over the axis. The backward of this sum multiplies the gradient by the number
+    of ranks along the axis. So the average of the gradients over these ranks is the gradient of the
+    sum.
     """
 
     def begin(
@@ -85,7 +86,8 @@ class ContextParallel(Strategy):
         self._attention = attention
         self._of_transformers = ModelsOfTransformers(self.model, dims)
         self._layouts: dict[bool, Sequence[tuple[str, int]]] = {}
-        """Names and sizes of the metrics, by whether the model trains; equal along the axis."""
+        """The names and sizes of the metrics of the first rank along the axis, by the model's
+        attribute `training`. All ranks along the axis must have them."""
         self._checked: tuple[Plan, Plan] | None = None
         self._is_whole = False
         """Whether this rank runs whole sequences, as in the checks."""

@@ -97,9 +97,9 @@ class ModelsOfTransformers:
 
     @contextmanager
     def given(self, part: Any, blocks: Blocks) -> Iterator[None]:
-        """Enter a context for the forward of a block, in which models get global positions.
+        """Enter a context for the forward of a block, in which models get more arguments.
 
-        They also get the mask of the whole sequence and the shifted labels.
+        These are the global positions, the mask of the whole sequence and the shifted labels.
         """
         with ExitStack() as stack:
             for each in self._models:
@@ -247,7 +247,10 @@ def _mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Make this rank's rows of the mask for the whole sequence; None if the mask is only causal."""
+    """Make this rank's rows of the mask for the whole sequence, or all rows with "ulysses".
+
+    Return None if attention needs no mask, except that it may be causal.
+    """
     from transformers import masking_utils as masks
 
     mode = _mode()

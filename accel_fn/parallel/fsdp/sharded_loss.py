@@ -123,15 +123,15 @@ class ShardedLoss(nn.Module):
                 )
 
     def add_top(self, top: nn.Module) -> None:
-        """Gather a part's parameters outside of blocks for each loss, and reshard them after it.
+        """Register a part whose parameters outside of blocks are gathered for each loss.
 
-        They are also resharded after a call of the part outside of a loss.
+        Without gradients, they are resharded after the loss, and after a call of the part alone.
         """
         self._tops.append(top)
         top.register_forward_hook(self._free_alone if top in self._whole else self.free)
 
     def _free_alone(self, *_: object) -> None:
-        """Reshard a part after a call outside of a loss.
+        """Reshard everything after a call outside of a loss, unless a backward is still to run.
 
         In a loss, a later call may need the gathered parameters.
         """
@@ -145,15 +145,15 @@ class ShardedLoss(nn.Module):
         self._frozen[name] = model
 
     def add_frozen_top(self, top: nn.Module) -> None:
-        """Gather a frozen model's parameters outside of its blocks for each loss.
+        """Register a part of a frozen model, whose parameters outside of blocks each loss gathers.
 
-        They are resharded after a call of the model outside of a loss.
+        They are resharded after a call of the part outside of a loss.
         """
         self._tops.append(top)
         top.register_forward_hook(self._free_after_call)
 
     def _free_after_call(self, *_: object) -> None:
-        """Reshard a frozen model after a call outside of a loss.
+        """Reshard everything after a call of a frozen model outside of a loss.
 
         In a loss, a later call may need the gathered parameters.
         """

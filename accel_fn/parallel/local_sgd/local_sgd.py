@@ -138,7 +138,10 @@ def make_local(state: DistState, module: nn.Module, plan: Plan) -> Strategy:
 
 
 class OwnMean(GlobalMean):
-    """A mean whose factors of gradients come from this rank's items alone, so no backward waits for them."""
+    """A mean that weighs a micro-batch by its share of this rank's items, not of the global batch.
+
+    So no backward waits for the weights of other ranks.
+    """
 
     is_exact_over_ranks = False
 

@@ -1,4 +1,4 @@
-"""Random draws of activations that are split over an axis: each rank draws different numbers."""
+"""Random draws for activations that are split over an axis: each rank draws different numbers."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ _REPAIR_OF_GRADIENTS = (
 )
 _Convert = Callable[[Tensor], Tensor]
 _SPREAD = 0.05
-"""The relative size of changes to vectors: variances, for example, must stay positive."""
+"""The relative size of the changes that `_varied` makes to vectors. It is small, since variances,
+for example, must stay positive."""
 
 
 def compare_blocks(
@@ -316,7 +317,10 @@ def _difference(found: Tensor, expected: Tensor, scale: float) -> float:
 
 
 def _varied(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw values near a parameter's: equal on all ranks, and so that activations keep their scale."""
+    """Change the values of a parameter at random, in the same way on all ranks.
+
+    The changes are so small that activations keep their scale.
+    """
     # With the initial values, a block may hide its faults: its last layer may be zero, or all
     # weights may be one, or so small that every head attends to all tokens equally.
     if not tensor.is_floating_point():

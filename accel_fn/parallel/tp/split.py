@@ -32,8 +32,8 @@ def split_model(
 ) -> None:
     """Split the layers that have a style over an axis, in place, from the values of rank 0.
 
-    All other parameters stay whole on every rank, and become DTensors on the same axis too. So an
-    optimizer, an average and a norm get only DTensors.
+    All other parameters stay whole on every rank, and become DTensors on the same axis too. So the
+    optimizer, averages of weights and the gradient norm get only DTensors.
     """
     _send_values(state, model)
     cut_layers(model, styles, device_mesh(state)[axis])
