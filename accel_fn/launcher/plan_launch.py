@@ -43,7 +43,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """The command, settings, machines and variables of a launch, all known before its start."""
+    """The command, settings, machines, variables and processors of a launch, before its start."""
 
     command: Command
     settings: Settings

@@ -92,7 +92,10 @@ class RankFolders(DefaultLogsSpecs):
         """The folder with the logs of the attempt: `0/stderr.log` and so on."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the folders of an attempt; check the world size of the rendezvous."""
+        """Make the folders of an attempt, and set the variables through which ranks find them.
+
+        Refuse a rendezvous with another world size than that of the settings.
+        """
         size = envs[0]["WORLD_SIZE"]
         if size != str(self._size):
             raise WorldError(

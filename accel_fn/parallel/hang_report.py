@@ -69,7 +69,7 @@ class Collective(NamedTuple):
     """The collective's number, equal on all its ranks; 0 for a message between two ranks."""
     function: str
     axis: str
-    """The mesh axis that the collective runs over; empty for all ranks."""
+    """The mesh axis that the collective runs over; empty if it runs over all ranks."""
     shapes: tuple[Any, ...]
     place: CodeLine | None
 
@@ -83,7 +83,7 @@ class Collective(NamedTuple):
 
 
 def shapes_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return dtypes and shapes of the first tensors."""
+    """Return the dtypes and shapes of the first leaves; for a leaf that is no tensor, its type's name."""
     # Do not return the tensors: the record of a collective must not keep their memory.
     return tuple(
         [
@@ -164,7 +164,7 @@ class Ranks:
     """The number of ranks along each axis; empty without a mesh."""
 
     def along(self, axis: str, rank: int) -> range:
-        """Return the ranks of this rank's collectives along an axis."""
+        """Return the ranks that take part in this rank's collectives along an axis."""
         return ranks_along(self.mesh, axis, rank) if axis in self.mesh else range(self.world_size)
 
     def name(self, ranks: Sequence[int]) -> str:

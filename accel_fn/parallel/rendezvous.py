@@ -404,4 +404,4 @@ def _made_in_time(make: Callable[[], Store], deadline: float) -> Store:
 
 
 def _keep(_store: Store) -> None:
-    """Keep the store until the process exits."""
+    """Do nothing. `atexit` holds the argument, and so keeps the store until the process exits."""

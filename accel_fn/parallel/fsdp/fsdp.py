@@ -313,7 +313,7 @@ class FSDP(PaddingStrategy):
         self.sharded.zero_sums()
 
     def trainable(self) -> Sequence[nn.Parameter]:
-        """Return both forms of every parameter: unsharded, and its shard."""
+        """Return the unsharded form and the shard of each parameter that a backward may reach."""
         # FSDP's hooks take gradients from these objects, which are the same in every step. With
         # them as inputs, the engine does not write to the `.grad` of other models in the loss.
         return self.sharded.trainable()

@@ -226,7 +226,7 @@ class ShardedLoss(nn.Module):
             raise LossError(_BLOCKS_ALONE)
 
     def _guarded(self, _module: nn.Module, _inputs: object, output: Any) -> Any:
-        """Copy outputs that are views, and refuse a backward of them while the loss is computed.
+        """Copy each output that is a view; refuse a backward of any output while the loss is computed.
 
         If the loss wrote to a view, the view would lose FSDP's hook, which gathers the parameters
         for the backward.

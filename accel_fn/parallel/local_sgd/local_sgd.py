@@ -81,7 +81,7 @@ after_update=[local_sgd(every=8)])
 
 
 class LocalSlot(SlotFunction):
-    """The slot function of local_sgd: `make_local` with checks of the plan."""
+    """The slot function of local_sgd: it calls `make_local`, and checks the plan."""
 
     traits = frozenset({"local_gradients"})
 
@@ -194,7 +194,7 @@ class LocalGradients(Strategy):
     def evaluating(
         self, plan: Plan, state: DistState, function: str
     ) -> AbstractContextManager[None]:
-        """Refuse, on every rank, to evaluate models that differ between ranks."""
+        """Return the context of an evaluation; on every rank, refuse models that differ between ranks."""
         for each in plan.after_update:
             if isinstance(each, RankAverage):
                 each.check_averaged(function)

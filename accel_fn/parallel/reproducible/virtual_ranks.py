@@ -225,7 +225,7 @@ class VirtualRanks(Strategy):
         return slices, total, samples, any(each for _, _, each, *_ in ranks)
 
     def _slice(self, plan: Plan, state: DistState, batch: Any) -> tuple[int, list[Slice]]:
-        """Return this rank's number of samples and its slices; [] if the slices would differ in size."""
+        """Return this rank's number of samples and its slices; no slices if they would differ in size."""
         self.parameters.check()
         check_tracking(self._tracking, "step")
         if type(batch) is FailedBatch:
