@@ -93,7 +93,10 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. With the default None, the user, the cluster or the machine may determine a value."""
+    """One setting. The value None means that the user has not given it.
+
+    The launch may then use a value of the cluster or of the machine.
+    """
 
     kind: Kind
     about: str
@@ -533,7 +536,7 @@ def _devices(
 
 
 def _num_machines(settings: Settings, environment: Mapping[str, str]) -> int:
-    """Return the settings' number of machines, else the cluster's."""
+    """Return the number of machines from the settings, else from the cluster, else 1."""
     if settings.num_machines is not None:
         return settings.num_machines
     cluster = _cluster(environment)

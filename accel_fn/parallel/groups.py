@@ -43,7 +43,7 @@ made as parts of it."""
 
 
 def make_axes(state: DistState, shape: Mapping[str, int], make: MakeGroup) -> tuple[Axis, ...]:
-    """Make this rank's axes of a mesh of this shape."""
+    """Make the axes of a mesh with this shape, each with this rank's place and group."""
     axes = []
     for name, size in shape.items():
         own, group = ranks_along(shape, name, state.rank), None

@@ -101,7 +101,7 @@ def check_same(
 
 
 def fingerprints(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Fingerprint each tensor: 64 bits, computed from this rank's bits and their places.
+    """Compute a fingerprint of 64 bits for each tensor, from the bits on this rank and their places.
 
     Equal tensors have equal fingerprints; different tensors almost never do.
     """

@@ -85,7 +85,7 @@ class ModelsOfTransformers:
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        """Enter a forward or backward in which models use our attention and masks."""
+        """Enter a context for a forward or backward, in which models use our attention and masks."""
         before = [each._attn_implementation_internal for each in self._configs]
         for each in self._configs:
             each._attn_implementation_internal = _NAME

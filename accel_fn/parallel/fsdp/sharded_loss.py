@@ -49,7 +49,7 @@ class ShardedLoss(nn.Module):
         self._is_empty = True
         """Whether the last forward had no batch."""
         self._ends: list[Node] = []
-        """The nodes that receive the gradients of shards; the references keep their hooks alive."""
+        """The autograd nodes that receive the gradients of shards. The list keeps their hooks alive."""
         self._tops: list[nn.Module] = []
         """The modules that hold parameters outside of all blocks."""
         self._frozen: dict[str, nn.Module] = {}
