@@ -1,4 +1,4 @@
-"""plan_batches: compute how an epoch will be cut, before training."""
+"""plan_batches: compute the sizes of an epoch's batches, parts and micro-batches before training."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def plan_batches(
 
 
 def _microbatches(ranks: Sequence[int], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """Return the sizes of each rank's micro-batches; a rank has no more micro-batches than samples."""
+    """Return the sizes of each rank's micro-batches: at most one per sample, and at least one."""
     return tuple(tuple(part_sizes(size, max(1, min(num_microbatches, size)))) for size in ranks)
 
 

@@ -23,20 +23,19 @@ from accel_fn.errors import BatchError
 # The largest number of tensors that an error message lists.
 _SHOWN = 3
 Place = tuple[int, ...]
-"""A path of positions through a batch."""
+"""The place of a value in a nested batch: its index at each level, the outermost first."""
 
 
 class Collate:
-    """Calls a collate_fn; refuses a list of samples if a step would cut each sample instead of the list."""
+    """Calls a collate_fn, and refuses an unmarked list of samples: a step would cut each sample in it."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
         self._fields: set[Place] = set()
-        """The places of lists whose items were found to be fields, so that later batches need no
-        check."""
+        """The places of lists that an earlier batch has shown to hold fields, and not samples."""
 
     def __call__(self, samples: Any, count: int | None = None) -> Any:
-        """Return the batch of a part; `count` is the number of samples, by default `len(samples)`."""
+        """Return the batch of a rank's samples; `count` is their number, by default `len(samples)`."""
         if isinstance(samples, EmptyPart):
             return self.empty([*samples], twice(samples))
         batch = self._collate_fn(samples)
@@ -51,11 +50,11 @@ class Collate:
         return self.without_rows(self._collate_fn(one), two)
 
     def without_rows(self, batch: Any, two: Any) -> Any:
-        """Return the batch of a sample without its rows; `two` is a list of the sample twice."""
+        """Cut the rows off the batch of one sample; `two` is a list of that sample twice."""
         return without_rows(batch, self._twice(two))
 
     def _twice(self, samples: Any) -> Any:
-        """Collate samples, only to count the rows of the batch; None if the collate_fn raises."""
+        """Collate repeated samples, for a comparison of lengths; return None if the collate_fn raises."""
         try:
             # This call is extra, so restore the user's random generators after it.
             with Generators(0):
@@ -95,7 +94,7 @@ class ReadyBatch:
     world_size: int
 
     def __call__(self, items: list[Any]) -> Any:
-        """Return this rank's rows of the only item."""
+        """Collate the only item, and return this rank's rows of it."""
         repair = "give the DataLoader a batch_size if the data set gives samples"
         batch = self.collate_fn(items[0])
         return rows_of_rank(
@@ -132,7 +131,7 @@ def stacks_plainly(collate_fn: Callable[[Any], Any]) -> bool:
 
 
 def _lists(tree: Any, place: Place = ()) -> Iterator[tuple[Place, list[Any] | tuple[Any, ...]]]:
-    """Yield every list and tuple of a batch with its place; named tuples are skipped, as fields."""
+    """Yield every list and plain tuple of a batch with its place; the items of a named tuple are fields."""
     kind = type(tree)
     if isinstance(tree, Tensor | Samples) or kind in ATOMS:
         return
@@ -183,14 +182,15 @@ class EmptyPart(list[Any]):
 def without_rows(one: Any, two: Any) -> Any:
     """Return an empty batch, made from a batch of one sample and a batch of that sample twice.
 
-    Values that are twice as long in `two` have rows, which are cut off. The result is None if any
-    other value would have to be cut, such as tokens of all samples in one row.
+    Values that are twice as long in `two` have rows, which are cut off. The result is None if no
+    value has rows, or if another value would have to be cut, such as the tokens of all samples in
+    one row.
     """
     cut = _Cut()
     try:
         found = cut.without(one, two)
     except (_UncutError, TypeError, ValueError):
-        # The two batches are trees of different forms.
+        # The rows of a value cannot be cut off, or the two batches are trees of different forms.
         return None
     return found if cut.has_rows else None
 
@@ -211,7 +211,7 @@ class _Cut:
         self.has_rows = False
 
     def without(self, one: Any, two: Any) -> Any:
-        """Return a tree without its rows."""
+        """Return the tree `one` without its rows; `two` is the tree of twice the samples."""
         kind = type(one)
         if kind in ATOMS:
             return one

@@ -18,7 +18,8 @@ from accel_fn.data.indexed import SamplerBatches, nested_samplers
 from accel_fn.data.order import length_of
 from accel_fn.errors import check_equal
 
-# A list of indices may be long and lie in a file, so only this many at each end are compared.
+# The indices of a Hugging Face data set may be many and lie in a file, so ranks compare only this
+# many at each end.
 _ENDS = 4096
 
 Options = TypeVar("Options")
@@ -27,7 +28,7 @@ Options = TypeVar("Options")
 def same_on_all_ranks(
     read: Callable[[], Options], loader: DataLoader[Any], state: DistState
 ) -> Options:
-    """Read a loader's options; all ranks raise if one fails or if options or samples differ."""
+    """Read a loader's options; all ranks raise if one of them fails, or if options or data sets differ."""
     if state.group is None:
         return read()
     options = all_or_none(read, state, "shard_loader")
@@ -65,7 +66,8 @@ class SamplerOptions:
 def _described(loader: DataLoader[Any], sampling: SamplerBatches) -> SamplerOptions:
     """Describe this rank's loader, for a comparison over ranks."""
     samplers = nested_samplers(sampling.batch_sampler)
-    # A sample that only some ranks' lists hold would be lost, so compare the lists too.
+    # Rank 0's list is used, so a sample that only another rank's list holds would be lost. Compare
+    # the lists too.
     checksum = _of_list(samplers[-1])
     if type(samplers[-1]) is SubsetRandomSampler:
         checksum = _of_numbers(samplers[-1].indices)
@@ -84,7 +86,7 @@ def _described(loader: DataLoader[Any], sampling: SamplerBatches) -> SamplerOpti
 
 
 def _checksum(dataset: Any) -> int | None:
-    """Return a checksum that is equal on ranks with the same samples; None for other kinds of data sets.
+    """Return a checksum, equal on ranks with the same samples; None for a data set of an unknown kind.
 
     It covers all indices of a `Subset`, at any depth; the first and last rows and indices of a
     Hugging Face data set; the shards of a Hugging Face stream and the generators that shuffle it.
@@ -102,7 +104,7 @@ def _checksum(dataset: Any) -> int | None:
 
 
 def _constants(part: Any) -> Iterator[Any]:
-    """Yield the numbers and texts that define a Hugging Face stream, but not the state of a pass over it."""
+    """Yield the values that define a Hugging Face stream, but not the state of a pass over it."""
     yield type(part).__name__
     for name, value in sorted(vars(part).items()):
         if isinstance(value, np.random.Generator):
@@ -124,7 +126,7 @@ def _shard(shard: Any) -> Any:
 
 
 def _of_list(sampler: Any) -> int | None:
-    """Return a checksum of the sorted samples, if the sampler is a list of samples or batches; else None."""
+    """Return a checksum of a sampler that is a list or range of samples or batches; None for others."""
     # Hash the repr of a range: the range may be long, and its repr is short.
     if isinstance(sampler, range):
         return zlib.crc32(repr(sampler).encode())
@@ -132,6 +134,7 @@ def _of_list(sampler: Any) -> int | None:
         return None
     batches = [each if isinstance(each, list | tuple | range) else [each] for each in sampler]
     numbers = np.asarray([*chain.from_iterable(batches)])
+    # Sort the samples: rank 0's list alone determines their order.
     return _of_numbers(np.sort(numbers) if numbers.dtype.kind in "iu" else numbers)
 
 
@@ -151,7 +154,7 @@ def _of_numbers(numbers: Any) -> int:
 def _ends(table: Any, count: int) -> int | None:
     """Compute a checksum of the first and last rows of an Arrow table.
 
-    The number of rows is compared elsewhere.
+    Ranks compare the number of rows among their options.
     """
     if table is None or not len(table):
         return None

@@ -1,4 +1,4 @@
-"""draw: this rank's rows of random numbers for a global batch: noise, time steps, windows."""
+"""draw: draw random numbers for a global batch, such as noise, and take this rank's rows of them."""
 
 from __future__ import annotations
 

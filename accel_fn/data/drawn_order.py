@@ -25,8 +25,8 @@ from accel_fn.parallel.messages import Channel
 class DrawnSource(IndexedSource):
     """A `Source` whose order rank 0 draws for each pass, from the generators that torch would use.
 
-    `drawn` is the draw of the loop's last pass. A pass that begins in the middle uses that order
-    again.
+    `drawn` is the draw of the loop's last pass. A pass that resumes in the middle of an epoch uses
+    this draw again.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class DrawnSource(IndexedSource):
         return self._pass(load, epoch, first_batch, self._drawn)
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Any]]:
-        # An evaluation is not a pass of the loop, so it does not change the loop's draw.
+        # `evaluate` and `predict` read by this method. Give them a copy, since they must not change
+        # the draw of the loop's last pass.
         return self._pass(self._reader.numbered, epoch, first_batch, replace(self._drawn))
 
     def _pass(
@@ -89,6 +90,7 @@ class DrawnSource(IndexedSource):
         generator, drawn = self._samplers_generator, self._drawn
         if drawn.is_loaded and generator is not None and isinstance(drawn.draw, Tensor):
             generator.set_state(drawn.draw)
+            # torch's RandomSampler draws two permutations in each pass.
             for _ in range(2):
                 self._permute(generator)
         drawn.is_loaded = False

@@ -56,8 +56,8 @@ _SHOWN = 8
 _KEPT = 8
 """A check that reads samples of a batch again reads at most this many."""
 _NUM_MARKED = 100
-"""The number of batches of a pass that are marked: a step may check the 1st, 2nd, 10th and
-100th."""
+"""The number of batches at the start of a pass that get a mark, by which checks read their samples
+again. The checks look at the 1st, 2nd, 10th and 100th batch."""
 
 
 class BatchReader:
@@ -96,13 +96,14 @@ class BatchReader:
         seed: int,
         by_loop: bool = False,
     ) -> Iterator[Any]:
-        """Yield the batch of each part, in order. Workers start with the first batch.
+        """Yield the batch of each part, in order. Workers start when the first batch is taken.
 
         With `by_loop`, the data set keeps an epoch that the loop has set since the last pass.
 
-        A part is [num_samples], int64, a list of keys of the data set, or empty. If the data set
-        has batches ready, a part may be the key of one, which all ranks read. Workers' random
-        generators are seeded for each batch; with a `worker_init_fn`, only for each pass.
+        A part is a tensor [num_samples], int64, a list of keys of the data set, or an `EmptyPart`.
+        If the data set has batches ready, a part may be the key of one, which all ranks read.
+        Workers' random generators are seeded for each batch; with a `worker_init_fn`, only for each
+        pass.
         """
         read = self._with_parts(parts, epoch, first_batch, seed, by_loop=by_loop)
         return (batch for _, batch in read)
@@ -110,7 +111,7 @@ class BatchReader:
     def numbered(
         self, parts: Iterable[Any], *, epoch: int | None, first_batch: int, seed: int
     ) -> Iterator[Numbered[Any]]:
-        """Yield each batch with the numbers of its samples, or with None if the batch was ready."""
+        """Yield each batch with the numbers of its samples; with None if the data set has it ready."""
         for part, batch in self._with_parts(parts, epoch, first_batch, seed, by_loop=False):
             numbers = self._fetcher.own(part)
             if isinstance(numbers, Tensor):
@@ -120,7 +121,7 @@ class BatchReader:
     def _with_parts(
         self, parts: Iterable[Any], epoch: int | None, first_batch: int, seed: int, *, by_loop: bool
     ) -> Iterator[tuple[Part, Any]]:
-        """Yield each part and its batch; let the first batches carry what can read their samples again."""
+        """Yield each part and its batch; mark the first batches, so that checks can read samples again."""
         keeps = epoch is None or (by_loop and self._loop_epochs.are_set())
         epoch = epoch or 0
         seed = mix(mix(seed) + epoch)
@@ -216,8 +217,8 @@ class _PartSampler(Sampler[Any]):
     def __init__(self, progress: WorkerProgress) -> None:
         self._progress = progress
         self.pending: dict[int | None, Part] = {}
-        """By number of the batch: the parts that the loader has taken and whose batches it has not
-        returned yet, oldest first."""
+        """The parts that the loader has taken, but whose batches it has not returned yet: by batch
+        number, the oldest first."""
         self.start(())
 
     def start(self, parts: Iterable[Part]) -> None:
@@ -272,7 +273,7 @@ class Part:
     batch: int
     """The number of the batch in the epoch."""
     numbers: Any
-    """A tensor or list of this rank's samples, or the key of a whole batch."""
+    """A tensor or list of the samples that this rank reads, or the key of a whole batch."""
     seed: int | None = None
     """The seed of the global random generators; None if they are not seeded."""
     keeps: bool = False
@@ -280,7 +281,7 @@ class Part:
 
     @property
     def is_split(self) -> bool:
-        """Return whether each rank has its own samples of the batch."""
+        """Return whether the part lists samples, and is not the key of a whole batch."""
         return isinstance(self.numbers, Tensor | list)
 
     def listed(self) -> Part:
@@ -311,7 +312,7 @@ class Fetcher(Dataset[Any]):
         self._reads_rows = stacks_plainly(collate_fn) and has_rows(dataset)
         self._reads_many = _gives_many(dataset)
         self._inside: InEpoch | None = None
-        """The context of the last batch's epoch."""
+        """The context in which the last part was read; None before the first part."""
 
     def of_pass(self) -> Fetcher:
         """Make a copy for a new pass, which calls `set_epoch` again: the loop may have called it since."""
@@ -357,7 +358,7 @@ class Fetcher(Dataset[Any]):
         return part.numbers[start:stop]
 
     def made(self, part: Part) -> Made:
-        """Return how many samples a part's batch has, and how to make a batch of a few of them."""
+        """Return the mark of a part's batch: an `Origin` if checks can collate its samples again."""
         num_samples = len(self.own(part))
         if num_samples == 0 or self._whole is not None or stacks_plainly(self.collate_fn):
             return Made(num_samples)
@@ -539,7 +540,7 @@ def _mapped(subset: Subset[Any], numbers: Tensor) -> Tensor:
 
 
 def _places(values: Any, size: int) -> Tensor:
-    """Convert integers in 0 .. size - 1 to a tensor [num_values], int64."""
+    """Convert integers in 0 .. size - 1 to a tensor [num_values], int64; refuse any other values."""
     # NumPy converts a list four times as fast as torch.
     try:
         places = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values))

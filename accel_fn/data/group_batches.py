@@ -82,7 +82,10 @@ class Windowed(Generic[Batch]):
 
 
 class WindowedSource(Generic[Batch]):
-    """A `Source` whose batches are windows of another source's. No window spans two epochs."""
+    """A `Source` whose batches are windows: lists of `k` batches of another source.
+
+    No window spans two epochs, so the last one of an epoch may be shorter.
+    """
 
     def __init__(self, source: Source[Batch], k: int) -> None:
         self._source = source

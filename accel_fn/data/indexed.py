@@ -1,7 +1,8 @@
 """Loaders over data sets that can be indexed: their order, and this rank's part of every batch.
 
-If the order is known, ranks compute it and exchange nothing. A user's sampler runs on rank 0, with
-random numbers that depend on seed and epoch, and rank 0 sends every rank its part.
+If a loader reads its data in order or shuffled, ranks compute the order and exchange nothing. Any
+other sampler runs on rank 0, with random numbers that depend on seed and epoch, and rank 0 sends
+every rank its part.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _KNOWN = (*_DRAWING, SequentialSampler, BatchSampler, list, tuple, range)
 
 PEEK = "each iter(loader) is the next pass; peek on every rank, or at loader.loader"
-"""The repair if ranks are in different passes of a loader."""
+"""The repair that an error names if ranks are in different passes of a loader."""
 
 Batch = Any
 """A list of samples, or the key of a batch that the data set has ready."""
@@ -189,7 +190,7 @@ def _check(loader: Any) -> None:
 
 
 def outermost(loader: DataLoader[Any]) -> Any:
-    """Return the sampler of batches; without a batch_sampler, it yields keys of ready batches."""
+    """Return the batch sampler; without one, return the sampler, which yields keys of ready batches."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
@@ -288,7 +289,7 @@ class IndexedSource:
 
 
 def parts_of(order: Order, rank: int, epoch: int, first_batch: int) -> Iterator[Tensor | EmptyPart]:
-    """Yield a rank's samples, batch by batch; one call computes the samples of many batches."""
+    """Yield a rank's samples, batch by batch. Compute the samples of many batches together."""
     # The last batch may have another size, so compute its part separately.
     last = order.num_batches() - 1
     start, stop = order.part(0, rank) if last > 0 else (0, 0)
@@ -335,7 +336,7 @@ class SamplerBatches:
         return any(type(each) not in _KNOWN for each in nested_samplers(self.batch_sampler))
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts that are known before the sampler runs."""
+        """Return the facts that a resumed run must share, if they are known before the sampler runs."""
         return {"seed": self.seed} if self.cut is None else self.cut.facts()
 
     def num_batches(self) -> int | None:
@@ -367,7 +368,7 @@ class SamplerBatches:
             raise ArgumentError(f"{function}: sampler must {rule}, got {got}; {repair}")
 
     def _read(self, epoch: int, *, keeps: bool) -> Iterator[Batch]:
-        """Yield the batches of the sampler, unchanged."""
+        """Run the sampler in this epoch, with its own random numbers, and yield its batches."""
         seed = mix(mix(self.seed) + epoch)
         sampler = _with_generator(self.batch_sampler, torch.Generator().manual_seed(seed))
         # Enter the contexts for each read only: between two reads, the loop has its own random
@@ -423,7 +424,7 @@ def _with_generator(sampler: Any, generator: torch.Generator) -> Any:
 
 
 def plain(batch: Iterable[Any]) -> list[Any]:
-    """Make a list of Python integers, which are faster to send and use than NumPy's or tensors."""
+    """Make a list with Python integers, which are faster to send and use than NumPy's or tensors."""
     return [number if type(number) is int else _number(number) for number in batch]
 
 
@@ -565,7 +566,7 @@ class SamplerSource:
 
 
 def _part(batch: Batch, rank: int, world_size: int) -> Batch:
-    """Return a rank's samples of a batch; every rank reads a ready batch, so return its key."""
+    """Return a rank's samples of a batch, or the key of a ready batch, which every rank reads."""
     if not isinstance(batch, list):
         return batch
     start, stop = part_bounds(len(batch), world_size, rank)

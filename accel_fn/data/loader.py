@@ -28,14 +28,15 @@ Batch = TypeVar("Batch", covariant=True, default=Any)
 
 
 Numbered: TypeAlias = tuple[list[Any] | None, Batch]
-"""The list of a batch's sample indices, and the batch. The list is None if rows have no numbers."""
+"""The indices of this rank's samples in a batch, and the batch. The list of indices is None if the
+samples have no numbers."""
 
 
 class Source(Protocol[Batch]):
     """A way to split a loader's batches over ranks, which all read the same epochs and batches."""
 
     def num_batches(self) -> int:
-        """Return an epoch's number of batches, equal on all ranks; ArgumentTypeError if unknown."""
+        """Return an epoch's number of batches, equal on all ranks; raise ArgumentTypeError if unknown."""
 
     def batches(
         self, epoch: int | None, first_batch: int, *, by_loop: bool = False
@@ -45,7 +46,8 @@ class Source(Protocol[Batch]):
         `epoch=None` reads epoch 0, but a map-style data set keeps its current epoch. With
         `by_loop`, data sets and samplers keep an epoch that the loop has set since the last pass.
         All ranks call it in the same order, in the thread of the loop. Another thread may read the
-        iterator; a source with a sampler returns `SampledBatches` for that.
+        iterator. If it is `SampledBatches`, the thread of the loop takes the samples from the
+        sampler.
         """
 
     def numbered(self, epoch: int | None, first_batch: int) -> Iterator[Numbered[Batch]]:
@@ -61,10 +63,10 @@ class Source(Protocol[Batch]):
         """
 
     def indices(self, epoch: int, batch: int) -> Tensor:
-        """Return this rank's samples in a batch: int64; ArgumentError if they have no numbers."""
+        """Return this rank's samples in a batch, int64; raise ArgumentError if they have no numbers."""
 
     def global_indices(self, epoch: int, batch: int) -> Tensor:
-        """Return all ranks' samples in a batch, in rank order: int64."""
+        """Return all ranks' samples in a batch, int64, in rank order."""
 
 
 class _Count:
@@ -80,7 +82,10 @@ class _Count:
 
 @dataclass(slots=True)
 class Progress:
-    """The place of the loop in a pass over a view: the number of batches that the loop has received."""
+    """The place of the loop in one pass: the number of batches that it has received.
+
+    The loop reads the loader itself, or a view of it that `prefetch` or `group_batches` made.
+    """
 
     epoch: int
     count: int
@@ -114,7 +119,7 @@ class Position:
         self.drawn = DrawnPass()
         self._progress = Progress(0, 0, 1, None)
         self._is_next = True
-        """Whether the next pass begins at this place; False while a pass runs."""
+        """Whether the next pass begins at this place; False once a pass has begun."""
 
     def place(self) -> tuple[int, int]:
         """Return the number of the pass, and the number of batches received in it."""
@@ -433,7 +438,8 @@ class Epochs(Iterator[Epoch[Batch]]):
         start: tuple[int, int] = (0, 0),
     ) -> None:
         self.loader, self.num_epochs, self.max_steps = loader, num_epochs, max_steps
-        # The position: the number of batches so far, and (epoch, batch in the epoch).
+        # The position from which the run continues: the number of batches before it, and (epoch,
+        # batch in the epoch).
         self.step, self.start = step, start
         self._left = self._epochs()
 

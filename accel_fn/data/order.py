@@ -20,7 +20,7 @@ from accel_fn.errors import ArgumentError, message
 # the orders of 20,000 neighbouring keys fail a chi-square test.
 _FEW = 64
 _ROUNDS, _ROUNDS_OF_FEW = 10, 24
-# 2**64 divided by the golden ratio.
+# 2**64 divided by the golden ratio: the increment of SplitMix64.
 _MIX = 0x9E3779B97F4A7C15
 # A mask for the low 64 bits.
 _LOW = (1 << 64) - 1
@@ -66,7 +66,7 @@ def permute(indices: Tensor, num_samples: int, key: int) -> Tensor:
 
 
 def _feistel(cells: _Numbers, num_rows: int, num_columns: int, keys: _Numbers) -> _Numbers:
-    """Permute the cells of a grid: rounds add a hash of the column to the row, then the reverse."""
+    """Permute the cells of a grid: each round adds a hash of the column to the row, and swaps the two."""
     size, other_size = np.uint64(num_rows), np.uint64(num_columns)
     place, other = np.divmod(cells, other_size)
     moved = np.empty_like(place)

@@ -76,8 +76,8 @@ def generators_of(holder: Any) -> list[Any]:
 class _Words:
     """The words of NumPy's global state, and the normal number that NumPy keeps for its next call.
 
-    They are read and written in NumPy's memory: `get_state` and `set_state` take 100 us each,
-    longer than reading a batch may take.
+    The words are read from NumPy's memory and, without a kept number, written to it: `get_state`
+    and `set_state` take 100 us each, longer than reading a batch may take.
     """
 
     words: bytes

@@ -147,7 +147,7 @@ class Stream:
 
 
 def hash_of(item: Any) -> int:
-    """Hash the tensors, arrays, numbers and texts of an item, and the classes of other values."""
+    """Hash the CPU tensors, arrays, numbers and texts of an item, and the classes of its other values."""
     found = 0
     for leaf in pytree.tree_leaves(opened(item)):
         if isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout is torch.strided:
@@ -186,9 +186,10 @@ def parts_of_stream(
 
 
 def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, int, list[Any]]:
-    """Read a batch; return the items that were kept, their start in the batch, its size, and [first item].
+    """Read a global batch, and keep the items that may belong to this rank's part.
 
-    The kept items include this rank's.
+    Return the kept items, the place of the first of them in the batch, the number of items read,
+    and a list of the first item of the batch.
     """
     # The stream may end inside the batch, and the rank's part depends on the number of items read.
     # So hold the items that can still belong to the part, however many items follow.
@@ -212,7 +213,10 @@ def _read_batch(stream: Stream, cut: Cut, rank: int) -> tuple[list[Any], int, in
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The division into shards: worker w of rank r is reader r * readers_per_rank + w."""
+    """The division of a stream into one shard per reader.
+
+    Worker w of rank r is reader r * readers_per_rank + w.
+    """
 
     # "shard": the data set's method `shard` splits it. "workers": the data set splits itself by
     # `get_worker_info`.
@@ -254,7 +258,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A batch with a note for other ranks: hashes of the first items, or an item in bytes."""
+    """A batch with a note for other ranks: hashes of the first items, or a pickled item."""
 
     batch: Any
     note: Any
@@ -275,8 +279,8 @@ class PartStream(IterableDataset[Any]):
     """
 
     place: Tensor
-    """[epoch, first batch, whether the data set keeps its epoch]: [3], shared with persistent
-    workers."""
+    """Three integers, in memory shared with persistent workers: the epoch, the first batch, and
+    whether the data set keeps its epoch."""
     data: Any
     cut: Cut
     split: Split | None
@@ -284,7 +288,7 @@ class PartStream(IterableDataset[Any]):
     seed: int
     collate_fn: Callable[[list[Any]], Any]
     progress: WorkerProgress | None = field(default=None, init=False)
-    """The memory to which workers write their progress."""
+    """The shared memory to which workers write their progress; None without workers."""
 
     def where(self, worker: int) -> str:
         """Describe the batch that a worker is reading; return "" if it is unknown."""
@@ -318,14 +322,18 @@ class PartStream(IterableDataset[Any]):
             reader = self.rank * self.split.readers_per_rank + worker
             stream = self._shard(epoch, reader, keeps=bool(keeps), in_worker=info is not None)
             numbers = iter(lambda: stream.num_read, None)
-            # The k-th batch of worker w of n has number w + n * k in the pass, so do not make
-            # batches before `first_batch`. If other workers have ended, its number is smaller, and
-            # `until_all_end` drops it.
+            # While all n workers have batches, the k-th batch of worker w has number w + n * k in
+            # the pass. So do not make the batches before `first_batch`. Once another worker has
+            # ended, the number is smaller, and `until_all_end` drops a batch that comes before
+            # `first_batch`.
             batches = self._of_shard(stream, -(-(first_batch - worker) // num_workers))
         return batches if info is None else self._recorded(batches, numbers)
 
     def _of_stream(self, stream: Stream, first_batch: int, stride: int) -> Iterator[Any]:
-        """Yield batches, then an `End`; one batch is `Noted` with the hashes of the first items."""
+        """Yield batches, then an `End`.
+
+        Once the first items are hashed, one batch is `Noted` with their hashes.
+        """
         parts = parts_of_stream(stream, self.cut, self.rank, first_batch=first_batch, stride=stride)
         batches = map(self.collate_fn, parts)
         for batch in batches:
@@ -351,7 +359,10 @@ class PartStream(IterableDataset[Any]):
         return Stream(data, epoch, seed=seed, keeps=keeps, info=info, in_worker=in_worker)
 
     def _of_shard(self, stream: Stream, num_dropped: int) -> Iterator[Any]:
-        """Yield this rank's batches, the first one `Noted` with an item; None for a dropped one."""
+        """Yield a shard's batches, with None for the first `num_dropped`.
+
+        The first one is `Noted` with an item of the shard.
+        """
         size = part_sizes(self.cut.batch_size, self.cut.world_size)[self.rank]
         for number, part in enumerate(parts_of_shard(stream, size, drop_last=self.cut.drop_last)):
             example = _packed(part[:1]) if number == 0 else None
@@ -359,7 +370,7 @@ class PartStream(IterableDataset[Any]):
             yield Noted(batch, example) if number == 0 else batch
 
     def _recorded(self, batches: Iterator[Any], numbers: Iterator[int]) -> Iterator[Any]:
-        """Yield the batches, and record the number of the one that this worker is reading."""
+        """Yield the batches; while the worker reads one, record its number from `numbers`."""
         assert self.progress is not None
         for number in numbers:
             self.progress.begin(number)
@@ -372,7 +383,7 @@ class PartStream(IterableDataset[Any]):
 
 
 def _packed(items: list[Any]) -> bytes | None:
-    """Pickle items; None if that fails: only a rank without items would need them."""
+    """Pickle items; return None if this fails, since only a rank without items needs them."""
     try:
         # Copy each tensor: a view would be pickled with its whole storage.
         return pickle.dumps(map_tensors(lambda tensor: tensor.detach().clone(), items))
@@ -441,7 +452,7 @@ class Passes:
         self.pools = IdlePools(make, options["persistent_workers"])
 
     def start(self, epoch: int, first_batch: int, *, keeps: bool = False) -> Iterator[Any]:
-        """Yield the items from a batch on. Workers start with this call, not the first item."""
+        """Return an iterator of items from a batch on. Its workers start now, not with the first item."""
         self._own.manual_seed(mix(mix(self._seed) + epoch))
         with _STARTING:
             pool = self.pools.take()

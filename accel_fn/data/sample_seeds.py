@@ -20,7 +20,7 @@ from accel_fn.data.order import mix
 from accel_fn.data.prefetch import Reader
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
-# Keeps the seeds of samples different from the numbers that shuffle an epoch.
+# This constant keeps the seeds of samples different from the keys that shuffle an epoch.
 _KIND = 0x73616D706C657321
 # The increment of SplitMix64.
 _STEP = 0x9E3779B97F4A7C15

@@ -1,4 +1,4 @@
-"""Batches of a sampler: the loop's thread runs the sampler, another thread may read the data."""
+"""Batches of a sampler: the loop's thread runs the sampler, while another thread may read the data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SampledParts(Iterator[Any]):
         """Whether the loop takes the samples, by `take_ahead`."""
 
     def take_ahead(self, num_batches: int) -> None:
-        """Take the samples of more batches; the first call also takes those that workers need."""
+        """Take the samples of more batches; the first call also takes those that workers read ahead."""
         self._take(num_batches if self.by_loop else num_batches + self._num_ahead)
         self.by_loop = True
 
@@ -87,7 +87,7 @@ class SampledBatches(Iterator[Batch]):
 
 
 def sampled_with(source: Iterator[Any], found: Iterator[Batch], k: int = 1) -> Iterator[Batch]:
-    """Wrap `found` for `prefetch`, which takes the samples of the `k` batches behind each item."""
+    """Wrap `found` for `prefetch` if `source` has a sampler; each item of `found` uses `k` batches."""
     if not isinstance(source, SampledBatches):
         return found
     return SampledBatches(found, source.parts, k * source.num_each)

@@ -1,7 +1,7 @@
-"""Call `set_epoch` of data sets and samplers, which several passes may share.
+"""Call `set_epoch` of readers, that is data sets and samplers, which several passes may share.
 
-The loop may call `set_epoch` too. `LoopEpochs` notices this, since an attribute of the reader then
-has another epoch.
+The loop may call `set_epoch` too. `LoopEpochs` notices this: an attribute of the reader then holds
+another epoch.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _shared_of(key: int) -> _Shared:
 
 
 def reached_from(root: Any, may_follow: Callable[[Any], bool]) -> list[Any]:
-    """List an object and the objects in its attributes and their items, the outermost first."""
+    """List an object and, at any depth, the objects in its attributes that `may_follow` accepts."""
     found = [root]
     # Objects that are found below are appended to the list, so this loop visits them too.
     for each in found:

@@ -65,7 +65,7 @@ class StreamOptions:
     num_items: int | None
     seed: int
     collates_whole: bool
-    """Whether every rank collates the items of all ranks; then the batches are cut for one rank."""
+    """Whether every rank collates the items of all ranks; `cut` then has a world size of 1."""
 
 
 def read_stream_options(
@@ -100,7 +100,8 @@ def _cut(loader: DataLoader[Any], state: DistState, batch: str) -> Cut:
     if loader.batch_size is None:
         if batch == "per_rank":
             raise per_rank_error("batch_size=None", "a data set")
-        # Each item is a global batch, and every rank reads all items: the cut is for one rank.
+        # Each item is a global batch, and every rank reads all items, so the cut has a world size
+        # of 1.
         return Cut(1, 1, drop_last=False)
     batch_size = check_count("shard_loader", "batch_size", loader.batch_size)
     if batch == "per_rank":
@@ -172,7 +173,7 @@ class StreamSource:
         kept = options_of(loader, init)
         if split is not None and loader.num_workers:
             kept["num_workers"] = split.readers_per_rank
-        # If the cut is for one rank, because every rank reads whole batches, all use rank 0's
+        # If the cut has a world size of 1, every rank reads whole batches, and so uses rank 0's
         # random numbers.
         place = rank if cut.world_size > 1 else 0
         part_stream = partial(

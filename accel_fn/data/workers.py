@@ -76,7 +76,7 @@ def identity(batch: Any) -> Any:
 
 
 def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda _: "") -> Any:
-    """Return the loader's iterator; if a worker dies, only `next` on the iterator raises.
+    """Return the loader's iterator; if a worker dies later, only `next` on the iterator raises.
 
     A long `next` warns, and lists the workers that it waits for. `where` describes what a worker is
     reading.
@@ -103,7 +103,7 @@ def start_workers(loader: DataLoader[Any], where: Callable[[int], str] = lambda 
 
 @dataclass(slots=True)
 class _Wait:
-    """Checks on a wait for workers: raises if one died; warns of a long wait, with what they read."""
+    """Checks workers during a wait: raises if one died, and warns if one is stopped or the wait is long."""
 
     workers: Sequence[Any]
     where: Callable[[int], str]
@@ -176,7 +176,7 @@ def _kill_stopped(workers: Sequence[Any]) -> None:
 
 
 def _end_by_kill(workers: Sequence[Any]) -> None:
-    """Make `terminate` kill workers: a stopped worker reacts to no other signal."""
+    """Make `terminate` kill workers: a stopped worker does not react to SIGTERM."""
     for each in workers:
         each._popen.terminate = each._popen.kill
 
@@ -345,7 +345,7 @@ class WorkerPool:
             yield item
 
     def drop_rest(self) -> None:
-        """Drop the batches that are left to read; the workers stay for the next pass."""
+        """Stop reading ahead in this pass; by default nothing, since the next `start` drops what is left."""
 
     def close(self) -> None:
         """End the workers. Dropping them is not enough: a stored error's frames refer to them."""
