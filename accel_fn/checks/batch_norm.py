@@ -21,8 +21,8 @@ class BatchNormCheck:
     """Warns once about BatchNorm layers that use the statistics of a part of the batch."""
 
     def __init__(self, state: DistState, plan: Plan, strategy: Strategy) -> None:
-        # Skip two kinds of plans: under local_sgd, ranks train separately, and reproducible uses
-        # the statistics of slices on purpose.
+        # Under local_sgd, ranks train separately, so only micro-batches count. Skip reproducible,
+        # which uses the statistics of slices on purpose.
         is_shared = state.data.world_size > 1 and not plan.having("local_gradients")
         self._over_ranks = is_shared and not isinstance(strategy, SyncedStrategy)
         self._over_parts = bool(splits_of(plan))
@@ -33,7 +33,7 @@ class BatchNormCheck:
         """For each layer that uses statistics of its rows, the number of batches that it has
         processed."""
         self.is_due = False
-        """Whether the current step is watched."""
+        """Whether the current step is watched, because a layer uses statistics of its rows."""
 
     def begin(self) -> None:
         """Record, before a step, which layers use statistics of their rows."""
@@ -41,7 +41,7 @@ class BatchNormCheck:
         self.is_due = bool(self._before)
 
     def end(self) -> None:
-        """Warn about the layers that the step has called."""
+        """Warn about the layers that the step has called, and those that do not count their batches."""
         self.is_due = False
         names = [
             name

@@ -19,8 +19,8 @@ from accel_fn.core.state import DistState
 class Recollated:
     """Collates some of the samples of a batch, by their places.
 
-    A collate_fn may draw random numbers, which differ in each call. So the tensors that it draws
-    are taken from the batch of all samples, so that a part has the same rows.
+    A collate_fn may draw random numbers, which differ in each call. A part therefore takes its rows
+    of the drawn tensors from the batch of all samples.
     """
 
     def __init__(self, origin: Origin, state: DistState) -> None:

@@ -44,7 +44,8 @@ _OF_LOOKS = (
     ("in turn", "thirds"),
     ("unequal", "halves"),
 )
-"""The cuts of each comparison, in the order of the comparisons."""
+"""The two ways in which each of four comparisons cuts the rows. The fifth begins with the first
+pair again."""
 
 
 class Comparison:
@@ -58,21 +59,21 @@ class Comparison:
         self._is_on = check_loss and is_cut(state, plan)
         self._num_failures = self._num_looks = 0
         self.is_due = False
-        """Whether the next batch is compared, because the current one could not be."""
+        """Whether to compare the next batch, because this one could not be compared or was refused."""
         self.has_one_value_a_row = False
         """Whether a BatchNorm in training has no variance for one row; equal on all ranks."""
         self.verdicts = Verdicts(state, plan, is_on=check_loss, is_cut=self._is_on)
 
     @property
     def verdict(self) -> str:
-        """Return the result, for `explain`."""
+        """Return the result of the comparison, as text for `explain`."""
         return self.verdicts.text
 
     def look(self, state: DistState, batch: Any, number: int, *, leaves_out: bool = False) -> None:
         """Compare a batch with its parts, with the same result on all ranks: refuse, or warn once.
 
-        With `leaves_out`, this rank has already found that rows of the batch are not samples. Any
-        cut would show this.
+        With `leaves_out`, the ranks have already found that rows of the batch are not samples. Do
+        not compare the batch then: every cut would show the same fault.
         """
         self.is_due = False
         if self._is_on and self.verdicts.sums:

@@ -1,4 +1,4 @@
-"""Check a loss that calls collectives: deal the rows of all ranks in several ways, and compare."""
+"""Check a loss that calls collectives: deal the rows to ranks in several ways, and compare the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ from accel_fn.core.weights import shares, total_weight, weigh
 
 
 class Deals:
-    """Distributes the rows of all ranks in three ways: in order, in turn, and with one row moved."""
+    """Distributes the rows of all ranks in three ways: in order, in turn, and with one row moved.
+
+    A deal is one distribution of the rows to the ranks.
+    """
 
     def __init__(
         self,
@@ -55,8 +58,8 @@ class Deals:
         batch = joined(self._rows.batch, state)
         num, size = count_samples(batch), self._ranks.world_size
         sizes = part_sizes(num, size)
-        # A step with micro-batches refuses collectives with gradients, so there is nothing to
-        # compare.
+        # There is nothing to compare on one rank, with too few rows, or if ranks train separately.
+        # A step with micro-batches refuses collectives with gradients.
         if size == 1 or sizes[-1] < 2 or plan.having("local_gradients") or in_microbatches(plan):
             return Found(calls_collectives=True)
         in_turn = interleaved_parts(batch, size)
@@ -76,7 +79,7 @@ class Deals:
     def _pair(
         self, trial: Trial, one: Sequence[Any], other: Sequence[Any]
     ) -> tuple[Sequence[Cut], Gradients | None]:
-        """Run two deals of the same rows; return the losses, and the gradient norms after each."""
+        """Run two deals of the same rows; return the losses, and the gradient norms after each deal."""
         trial.forget()
         size = float(self._ranks.world_size)
         # The backward of FSDP averages gradients, so multiply both deals by the number of ranks.
@@ -116,7 +119,7 @@ class Deals:
         return bool(self._plan.having("shards"))
 
     def _sum_gradients(self, mean_over: int = 1) -> None:
-        """Add up, over the ranks, the gradients that a backward has left on each rank."""
+        """Add up gradients over the ranks, unless the backward averages them; divide by `mean_over`."""
         if self._averages:
             return
         for each in self._strategy.reachable:

@@ -1,4 +1,4 @@
-"""Random draws that are equal for all rows, so that a batch can be compared with its parts."""
+"""Replace random draws by numbers that do not depend on the cut of a batch into parts."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ layers."""
 
 
 class CannotReplayError(Exception):
-    """A draw that cannot be repeated in a batch and its parts; the error's text is the reason."""
+    """Raised if a batch cannot be compared with its parts, for example because of a random draw.
+
+    The text of the error is the reason.
+    """
 
 
 @dataclass
 class Calls:
-    """Counts the random calls of a run; a recomputed block gets the same numbers as in its forward."""
+    """Numbers calls in a run, such as random draws; a recomputed block gets the numbers of its forward."""
 
     count: int = 0
     in_backward: bool = False
@@ -99,7 +102,7 @@ class Draws:
         return bool(self._whole)
 
     def record(self, *, whole: bool) -> None:
-        """Record the requests of the next run: of the batch, or of a part."""
+        """Make the next run, which is of the batch or of a part, record its requests."""
         self._next = self._whole if whole else self._part
         self._next.clear()
 
@@ -118,7 +121,7 @@ class Draws:
             raise CannotReplayError("its parts draw random numbers another number of times")
 
     def are_by_row(self, num_rows: int, num_in_part: int) -> bool:
-        """Return whether dimensions that differ between requests have one entry per row."""
+        """Return whether all dimensions that differ between batch and part have one entry per row."""
         return self._is_alike() and all(
             (whole.shape[dim], part.shape[dim]) == (num_rows, num_in_part)
             for whole, part in zip(self._whole, self._part, strict=True)
@@ -272,7 +275,7 @@ def has_rate(op: Any) -> bool:
 def without_dropout(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a fused operation's arguments with dropout 0: its random numbers are drawn inside."""
+    """Return the arguments of a fused operation with dropout 0, since its own draws cannot be replaced."""
     found = _place_of_rate(op)
     assert found is not None
     place, name = found

@@ -10,7 +10,8 @@ import torch
 
 _LOSS = {torch.float64: (1e-8, 1e-12), torch.float32: (1e-4, 1e-5)}
 _LOSS_IN_HALF = (2e-2, 1e-2)
-"""Relative and absolute tolerance of losses: the parts are summed in a different order."""
+"""Relative and absolute tolerance of losses in half precision; `_LOSS` has those of other dtypes.
+The sum over parts adds numbers in a different order, and so rounds differently."""
 _GRADIENT = {torch.float64: (1e-8, 1e-15), torch.float32: (1e-4, 1e-7)}
 _UNDER_AUTOCAST, _OF_HALVES, _IN_FLOAT8 = (2e-2, 2e-3), (1e-1, 2e-3), (5e-1, 1e-2)
 """Tolerances of gradients, relative to the parameter's gradient and to the model's largest one."""
@@ -18,7 +19,10 @@ _UNDER_AUTOCAST, _OF_HALVES, _IN_FLOAT8 = (2e-2, 2e-3), (1e-1, 2e-3), (5e-1, 1e-
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A batch and its parts: losses, weights, and the weights for the other `shift` of labels."""
+    """For one term, the loss of a batch, and the losses and weights of its parts.
+
+    `shifted` has the weights for the other `shift` of `count_labels`, or None without labels.
+    """
 
     term: str
     """The name of the term that these losses belong to; "" for a loss with one number."""
@@ -46,7 +50,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """One rank's norms per parameter: of the batch's gradient, and of the parts' difference."""
+    """One rank's norms per parameter: of the batch's gradient, and of its difference from the parts' sum."""
 
     whole: Sequence[float]
     scale: Sequence[float]
@@ -65,12 +69,12 @@ class Reads:
     parts: bool
     """Whether the results of a part change if another part runs before it."""
     rows: bool
-    """Whether a part's results depend on the rows that ran before it: a part or the batch."""
+    """Whether the results of a part after another part differ from its results after the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A value that a forward writes to the model, as far as it affects results."""
+    """How a value that a forward writes to the model depends on the cut of the batch."""
 
     kind: str
     of_parts: bool
@@ -80,8 +84,8 @@ class Write:
     """Whether the value after one part differs from the value after the batch."""
     reads: Reads
     bits: int | None = None
-    """A checksum after the batch, for a loss that calls collectives: it shows whether ranks write
-    equal values."""
+    """A checksum of the value after the batch, if the loss calls collectives: it shows whether
+    ranks write equal values."""
 
     @property
     def is_sum(self) -> bool:
@@ -103,15 +107,16 @@ class Found:
     precisions: Sequence[torch.dtype] = ()
     """The dtype in which the gradient of each trained parameter is computed."""
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Metrics, by name, that differ between the batch and its parts together: both values."""
+    """The metrics that differ between the batch and its parts together, by name, with both values."""
     writes: Mapping[str, Write] = field(default_factory=dict)
     calls_collectives: bool = False
     in_turn: tuple[Sequence[Cut], Gradients | None] | None = None
-    """For a loss that calls collectives: the rows of all ranks, dealt in order and in turn."""
+    """For a loss that calls collectives: the results for the rows of all ranks, dealt to the ranks
+    in order and in turn."""
     moved: tuple[Sequence[Cut], Gradients | None] | None = None
-    """The rows of all ranks, dealt in turn, and with one row moved to another rank."""
+    """The results for the rows of all ranks, dealt in turn, and with one row moved to another rank."""
     denominators: Sequence[str] = ()
-    """Numbers that a collate_fn computes over its samples, and that change the loss."""
+    """The names of numbers that a collate_fn computes over its samples, and that change the loss."""
     has_one_value_a_row: bool = False
     """Whether a BatchNorm in training gets one value per feature and row, so that a single row has
     no variance."""
@@ -149,7 +154,11 @@ def wrong_gradient(
     parameters: Sequence[torch.dtype],
     precisions: Sequence[torch.dtype],
 ) -> tuple[int, float] | None:
-    """Find the parameter whose gradient is furthest off, beyond rounding, relative to its norm."""
+    """Find the parameter with the largest error of its gradient beyond rounding.
+
+    Return the parameter's number, and the error relative to the gradient's norm; None if none is
+    wrong.
+    """
     whole, scale, rest = (
         [sum(norm**2 for norm in norms) ** 0.5 for norms in zip(*of_ranks, strict=True)]
         for of_ranks in (

@@ -34,15 +34,15 @@ from accel_fn.parallel.same_on_all_ranks import check_same_gradients, fingerprin
 from accel_fn.parallel.synced_batch_norm import SyncedStrategy
 
 _LOOKS = (1, 2, 10, 100)
-"""The batches to check in full. Some faults appear only after the first batch: a leaf that the
-second graph shares with the first one, or a loss whose halves agree at first."""
+"""The numbers of the batches to check in full. Some faults appear only after the first batch: a
+leaf that the second graph shares with the first one, or a loss whose halves agree at first."""
 
 _MOST_NONE = 10
 """The number of first batches that may be None, because their samples could not be read."""
 
 
 class FirstBatches(Observer):
-    """Checks batches 1, 2, 10 and 100 of a step in full, and otherwise only the model's mode."""
+    """Runs all checks on batches 1, 2, 10 and 100 of a step, and the cheap ones on other batches too."""
 
     def __init__(
         self, plan: Plan, strategy: Strategy, state: DistState, *, check_loss: bool = True
@@ -64,7 +64,7 @@ class FirstBatches(Observer):
         self._has_warned = False
         """Whether this check has warned about a model in evaluation mode."""
         self._compares = state.world_size > 1
-        """Whether the next update compares gradients over the ranks, as the first one does."""
+        """Whether the first update, at which gradients are compared over the ranks, is still to come."""
         self._repeated = RepeatedState()
         self._is_loaded = False
         """Whether a checkpoint was loaded since the last step."""
@@ -142,9 +142,9 @@ class FirstBatches(Observer):
             )
 
     def _look(self, state: DistState, batch: Any) -> None:
-        # Check hooks in every look. A library that watches gradients often adds its hooks on the
-        # main rank only. So exchange the error: otherwise the other ranks would wait for the main
-        # rank.
+        # Check hooks whenever a batch is checked in full. A library that watches gradients often
+        # adds its hooks on the main rank only. So exchange the error: otherwise the other ranks
+        # would wait for the main rank.
         found = all_or_none(partial(self._check_rows_and_hooks, state, batch), state, "step")
         several = state.world_size > 1
         text = self._rows.judge(primitives.exchange(found, state, "step") if several else [found])
@@ -194,7 +194,7 @@ class RepeatedState:
         self._newest = None
 
     def end(self, state: DistState) -> None:
-        """Count a step that began with an old state and returned `state`."""
+        """Count a step that began with a repeated state and returned `state`; warn about the second one."""
         before = self._newest
         if not self._is_repeated or before is None:
             return

@@ -10,7 +10,7 @@ from accel_fn.core.plan import Plan
 from accel_fn.core.warn import warn_user
 
 _SAMPLE = 64
-"""The number of elements of each tensor that are compared."""
+"""About this many elements of each tensor are compared."""
 
 
 class FrozenCheck:
@@ -24,9 +24,9 @@ class FrozenCheck:
         self._has_warned_of_change = False
 
     def look(self) -> None:
-        """Compare the models with their values at the last check.
+        """Check the models' mode, and compare their values with those at the last check.
 
-        Cost: a read of 64 elements of each tensor.
+        Cost: a read of about 64 elements of each tensor.
         """
         training = [name for name, model in self._frozen.items() if _trains(model)]
         if training and not self._has_warned_of_mode:

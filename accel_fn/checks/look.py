@@ -46,7 +46,7 @@ def compare(
     cuts: Sequence[Parts],
     failure: str,
 ) -> Found:
-    """Compare the rows of this rank with their parts."""
+    """Compare the rows of this rank with their parts; raise if `failure` is a reason that prevents this."""
     if failure:
         raise CannotReplayError(failure)
     trial = Trial(plan, strategy, state)
@@ -70,8 +70,8 @@ class _Measure:
         """Run all rows; with `adds`, add the gradient of their loss to `.grad`."""
         (weight,) = weigh(self._plan.weight_fn, [rows.batch])
         weight = weight or ones_of(self._plan)
-        # A forward without a backward may leave parameters unsharded. So without `adds`, run a
-        # backward with a factor of 0 too.
+        # If forwards have collectives, a forward without a backward may leave parameters unsharded.
+        # So without `adds`, `nothing` returns a factor of 0 for a backward.
         factor = self.nothing(weight) if not adds else shares(weight, weight)
         factor = factor if self._has_gradients else None
         drawn = (range(rows.num), rows.num) if by_row else None
@@ -119,7 +119,7 @@ class _Measure:
         return shares(weight, total, -1)
 
     def gradients(self, run: Callable[[], None]) -> Gradients | None:
-        """Return the gradient norms before `run`, the largest norms, and the norms after it."""
+        """Call `run`; return the gradient norms before it, the largest ones during it, and those after it."""
         if not self._has_gradients:
             run()
             return None
@@ -254,7 +254,7 @@ class _Looks:
     def _against(
         self, first: Ran
     ) -> tuple[list[Cut], dict[str, tuple[float, float]], Gradients | None, list[Ran], Ran]:
-        """For each cut, subtract the gradients of its parts; at the end, run the batch once more."""
+        """Run the parts of each cut, subtracting their gradients, and then the batch once more."""
         measure, plan = self._measure, self._plan
         found: list[Cut] = []
         metrics: dict[str, tuple[float, float]] = {}
@@ -276,7 +276,7 @@ class _Looks:
     def _by_row(
         self, tolerance: tuple[float, float]
     ) -> tuple[tuple[Sequence[Cut], Gradients | None] | None, str]:
-        """Run the first cut with separate random numbers for each row; otherwise, return a reason."""
+        """Run the first cut with separate random numbers for each row, or return the reason against it."""
         trial, cut, rows = self._trial, self._cuts[0], self._rows
         by_row = trial.draws.are_by_row(rows.num, len(cut.rows[0]))
         if not self._agreed(trial.draws.has_any):
@@ -418,10 +418,11 @@ def _with_number(batch: Any, name: str, number: Any) -> Any:
 
 
 def _finite(cuts: Sequence[Cut], tolerance: tuple[float, float]) -> list[Cut]:
-    """Return the cuts with a finite loss of the batch and at least two parts with items.
+    """Drop the cuts that show nothing.
 
-    With items in one part alone, a cut is returned only if its loss differs from that of the batch:
-    equal losses would fit a mean and a sum.
+    The loss of the batch must be finite, and two parts or more must have items. If only one part
+    has items, its loss must differ from that of the batch: equal losses would fit both a mean and a
+    sum.
     """
     return [
         each

@@ -29,7 +29,8 @@ class MetricsLook:
         self._outputs = outputs
         self._left = 1 if state.world_size > 1 else 2
         if not state.is_main or couples(plan, strategy):
-            # Skip the check: the other ranks would have to run the same forwards as this rank.
+            # Only the main rank checks. If forwards have collectives, no rank checks: all ranks
+            # would have to run the same forwards.
             self._left = 0
         self._num_collectives = self._count()
 

@@ -36,7 +36,10 @@ class Rows(NamedTuple):
 def few_rows(
     plan: Plan, strategy: Strategy, state: DistState, batch: Any, *, leaves_out: bool
 ) -> Rows | None:
-    """Return a few rows; None on all ranks with fewer than two rows, or if the step will raise."""
+    """Return a few rows, two or more; None on all ranks if there are fewer, or if the step will raise.
+
+    A rank with fewer than two rows gets the rows of another rank, or of all ranks together.
+    """
     whole, part, num = counted(plan, strategy, batch)
     num = -1 if leaves_out else num
     # All ranks must run the same number of forwards: FSDP unshards in each forward, and a loss may
@@ -113,7 +116,7 @@ def collated_samples(plan: Plan, state: DistState, batch: Any) -> Rows | None:
 
 
 class Parts(NamedTuple):
-    """A cut of rows: the parts, and the rows of each part."""
+    """A cut of rows: the parts, and for each part the places of its rows."""
 
     parts: Sequence[Any]
     rows: Sequence[Sequence[int]]
@@ -150,7 +153,7 @@ def _cuts(rows: Rows, names: Sequence[str], *, most: int) -> list[Parts]:
 
 
 def prepared(rows: Rows, names: Sequence[str], *, most: int) -> tuple[Rows, list[Parts]]:
-    """Return the rows with their batch, and their cuts."""
+    """Collate the rows if they are samples of a loader, and cut them in up to `most` of the named ways."""
     if rows.collate is not None:
         rows = rows._replace(batch=rows.collate(range(rows.num)))
     return rows, _cuts(rows, names, most=most)

@@ -27,9 +27,9 @@ class RowsFound(NamedTuple):
 def check_rows(state: DistState, plan: Plan, batch: Any) -> RowsFound | None:
     """Check whether the rows of a batch are its samples; refuse to cut rows that are not.
 
-    Return None unless the loader knows that the batch has two samples or more. Several rows per
-    sample are allowed, such as two views of each sample. Fewer rows than samples are allowed too,
-    if some samples were left out.
+    Return None if the number of samples is unknown or less than two, if the plan has a `weight_fn`,
+    or if no batch is cut. Several rows per sample are allowed, such as two views of each sample.
+    Fewer rows than samples are allowed too, if some samples were left out.
     """
     count = samples_of(batch)
     if count is None or count < 2 or plan.weight_fn is not count_samples or not is_cut(state, plan):

@@ -81,7 +81,7 @@ class SequenceCheck(Observer):
         raise LossError(_of_layer(first[1]) if first else next(filter(None, found)))
 
     def _rows(self, state: DistState, strategy: ContextParallel, batch: Any) -> Any:
-        """Return, on all ranks, the rows with labels in most blocks; None if no row has labels."""
+        """Return, on all ranks, the rows with labels in the most blocks; None if no row has labels."""
         best, own = 0, None
         # Do not raise here: the step itself refuses, on all ranks, a batch that cannot be cut.
         with suppress(Exception):
@@ -97,7 +97,7 @@ class SequenceCheck(Observer):
         return broadcast(own, state, source=every.index(most))
 
     def _own_rows(self, strategy: ContextParallel, batch: Any) -> tuple[int, Any]:
-        """Find the two rows that have labels in most blocks.
+        """Find the two rows that have labels in the most blocks.
 
         Return the number of these blocks for the first row, and the start of both rows.
         """

@@ -38,7 +38,7 @@ from accel_fn.core.torch_compile import uncompiled
 from accel_fn.core.weights import Weight
 
 Outputs = Callable[[Any, Weight], Outcome]
-"""A function that returns loss and metrics of rows of this weight."""
+"""A function of rows and their weight. It returns the loss and the metrics."""
 _LOW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16)
 
 
@@ -94,8 +94,8 @@ class Trial:
         # shapes, and a dispatch mode must not intercept those.
         self._is_split = bool(plan.shard_model)
         self._is_plain = self._is_split
-        """Whether the first run did not draw, write or use BatchNorm; then later runs are not
-        watched."""
+        """Whether the next run is not watched: on a split model, and after a run that did not draw,
+        write or use BatchNorm."""
         self.forget()
 
     def forget(self) -> None:
@@ -119,7 +119,7 @@ class Trial:
         return self._statistics.least
 
     def dtypes(self) -> list[torch.dtype]:
-        """Return the lowest precision in which each trained parameter's gradient was computed."""
+        """Return the lowest precision in which each trained parameter's gradient may have been computed."""
         low = [each for each in _LOW if each in self._dtypes]
         single = torch.float32 in self._dtypes
         return [

@@ -35,16 +35,17 @@ class Verdicts:
         names = {id(each): name for name, each in plan.model.named_parameters()}
         self._names = [names[id(each)] for each in plan.trained()]
         self._batches: list[int] = []
-        """The batches whose parts agreed."""
+        """The numbers of the batches whose parts agreed."""
         self._fitting = {"mean", "sum", "shift"}
         """The reductions that have fitted all batches so far."""
         self._warned: set[str] = set()
         self.sums: list[str] = []
-        """Buffers that add up values of each rank; the loop must add them up over the ranks."""
+        """Buffers to which each rank adds values of its own rows. The next comparison checks that
+        the loop has added them up over the ranks."""
         self._is_counted = False
         """Whether the loss is `(sum, count)`."""
         self.is_open = True
-        """Whether a verdict is still pending."""
+        """Whether to judge further batches, because no fault has been found yet."""
         self.text = "is not compared with those of its parts"
         """The result of the comparison, for `explain`."""
         if is_on:

@@ -1,4 +1,4 @@
-"""Find the values that a forward writes to its model, by name, and restore the values before it."""
+"""Find the values that a forward writes to its model, by name, and restore the earlier values."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Snapshot:
                 _refill(container, copy)
 
     def check_watched(self) -> None:
-        """Raise if a forward wrote to a tensor without a copy, or draws differ by part."""
+        """Raise if a forward wrote to a tensor that has no copy, or if runs draw different random numbers."""
         if not self._random.ends_alike():
             raise CannotReplayError(
                 "its parts draw other random numbers: those of Python, NumPy or torch depend on the rows"
