@@ -112,7 +112,7 @@ def check_at(at: str | int, function: str) -> None:
 
 def check_plan(plan: Plan, method: str) -> None:
     for function in plan.entries():
-        # Each method raises if its function cannot be saved, or loaded, now.
+        # The method, such as `check_saved`, raises if the function cannot be saved or loaded now.
         getattr(function, method, lambda: None)()
 
 

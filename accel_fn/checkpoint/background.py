@@ -1,8 +1,8 @@
 """Save asynchronously: write a checkpoint from a copy, in a thread of each rank.
 
 The threads run no collective: another rank could match it with a collective of the training loop.
-Instead, each thread that has written its files puts a list of them into the folder. Rank 0's thread
-commits the checkpoint when the lists of all ranks are there.
+Instead, the threads of all ranks but rank 0 put a list of their files into the folder when these
+are written. Rank 0's thread commits the checkpoint when all lists are there.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Work(Protocol):
 
 
 class Target(Protocol):
-    """Files that several ranks write, and that exist only after the main rank commits them."""
+    """Files that several ranks write; readers find them only after the main rank has committed them."""
 
     @property
     def function(self) -> str:
@@ -76,7 +76,7 @@ class Target(Protocol):
         ...
 
     def files_of(self, rank: int) -> Iterable[Path]:
-        """Return the files that a rank has written."""
+        """Return the files to remove after the rank's write has failed."""
         ...
 
     def commit(self, written: Sequence[Written]) -> None: ...
@@ -141,7 +141,7 @@ def finish_writing(notes: Mapping[str, Any], state: DistState, function: str) ->
 
 
 class Writing(threading.Thread):
-    """Writes a share. The process waits for this thread before it ends, and reports a failure."""
+    """A thread that writes a rank's share. The process waits for it before its end, and reports a failure."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ def _fitting_buffers(parts: Sequence[Part], buffers: Buffers) -> Buffers:
 
 
 def _copied(parts: Sequence[Part], buffers: Buffers) -> tuple[list[Part], list[torch.Event]]:
-    """Start to copy the parts to host memory; return the copies, and events that mark their end."""
+    """Start to copy the parts to host memory; return the copies, and events after which they are complete."""
     copies = [replace(part, tensor=buffers[part.name, part.offsets]) for part in parts]
     with torch.no_grad():
         for part, copy in zip(parts, copies, strict=True):
@@ -257,7 +257,7 @@ def report_failure(target: Target, rank: int, error: Exception) -> None:
 def _wait_for_ranks(
     target: Target, ranks: Sequence[int], watchdog: Watchdog | None
 ) -> list[Written]:
-    """Wait until all these ranks have written, and return what each has written.
+    """Wait until all these ranks have written, and return the list of files of each.
 
     Raises if a rank reports a failure, or if the folder has not grown for ten minutes (for ten
     seconds, once a collective of this rank has found that a rank is lost).

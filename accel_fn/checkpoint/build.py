@@ -167,7 +167,7 @@ def _names(state: DistState, plan: Plan, after: Step) -> dict[str, str]:
 
 
 def _take_over(state: DistState, step: Step, after: Step, names: Mapping[str, str]) -> list[str]:
-    """Copy the state of the earlier step to the new step; return a line for each part that begins anew."""
+    """Load the state of the earlier step into the new step; return a line for each part that begins anew."""
     if type(step.strategy) is not type(after.strategy):
         kinds = [type(each.strategy).__name__ for each in (after, step)]
         raise PlanError(

@@ -51,8 +51,8 @@ def by_names(run: OfRun[_Entry], here: RunState, steps: Steps, names: Names) -> 
     """Convert the state of a run for this program, which may have other groups and transforms.
 
     Settings of groups, such as rates and weight decay, come from the program. If all parameters of
-    a group were in one group of the run, the other entries come from that group, such as the step
-    count of a schedule-free optimizer, and so do rates that follow a metric.
+    a group were in one group of the run, the group's other entries come from there, such as the
+    step count of a schedule-free optimizer. So do rates that follow a metric.
     """
     model = {name: each for name, each in run.entries.items() if is_model(name)}
     known = {name: each for name, each in model.items() if name in here.tensors}
@@ -83,7 +83,7 @@ def _is_matched(key: str) -> bool:
 
 
 def without_new(here: RunState, known: Collection[str]) -> RunState:
-    """Return this program's state without tensors that the run lacks, so that the rest can be compared."""
+    """Return this program's state without tensors that the run lacks, since these cannot be compared."""
     kept = {
         name: each
         for name, each in here.tensors.items()

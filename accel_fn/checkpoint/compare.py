@@ -229,7 +229,7 @@ def _kind(value: object, *, is_free: bool, is_exact: bool) -> str:
 
 
 class Hashed(NamedTuple):
-    """The hash of a whole parameter, and a mark of this rank's part; a new mark calls for a new hash."""
+    """The hash of a whole tensor, and a mark of this rank's part, which shows whether to hash it again."""
 
     hash: str
     mark: tuple[int, str]

@@ -81,7 +81,7 @@ def write_all(file: FileIO, data: memoryview) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk, if the file system can."""
+    """Wait until a file is on the disk; for a folder, its list of names, if the file system can sync it."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -188,7 +188,7 @@ def to_plain(values: Mapping[str, Any], function: str) -> bytes:
     except Exception as error:
         names = list(values)
         if len(names) > 1:
-            # Find the first value that is at fault.
+            # Convert each value alone, so that the error names only the first one at fault.
             for name in names:
                 to_plain({name: values[name]}, function)
         raise ArgumentError(

@@ -21,7 +21,7 @@ _Slot = tuple[dict[str, Any], str, Tensor]
 
 
 def fill_missing(model: nn.Module, names: Collection[str], fn: InitFn) -> Callable[[], None]:
-    """Call `fn` for each module that holds parameters of these names; keep only what it writes to these.
+    """Call `fn` for each module that holds parameters of these names; keep only its writes to these.
 
     During the call, the module has whole parameters. The parameters of inner modules have no
     values: `fn` is called for each inner module too.
@@ -69,7 +69,7 @@ def _slots_of(module: nn.Module) -> Iterator[_Slot]:
 
 
 def _whole(tensor: Tensor, *, is_missing: bool) -> Tensor:
-    """Return a whole tensor for `fn` to overwrite: NaN if no file holds the tensor, else a copy."""
+    """Return a whole tensor for `fn` to overwrite: a copy, or NaN (or 0) if no file holds the tensor."""
     is_parameter = isinstance(tensor, nn.Parameter)
     if is_missing and (is_parameter or is_unfilled(tensor)):
         has_nan = tensor.is_floating_point() or tensor.is_complex()

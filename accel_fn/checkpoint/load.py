@@ -227,9 +227,9 @@ class _Loading:
         self.manifest = read_manifest(path)
         check_sizes(path, self.manifest)
         self._same_mesh = self.manifest.mesh == mesh_of(state)
-        # If the checkpoint was saved on another mesh: ranks that have the same place on dp must draw
-        # the same numbers. So each rank loads the generators of the saved rank that had this place
-        # on dp, and place 0 on the other axes.
+        # On the same mesh, each rank loads its own generators. On another mesh, ranks that have the
+        # same place on dp must draw the same numbers, so each rank loads the generators of the
+        # saved rank that had this place on dp, and place 0 on the other axes.
         self._places = ranks_along(self.manifest.mesh, "dp", 0)
         self._is_known = state.data.rank < len(self._places)
         number = self._places[state.data.rank] if self._is_known else 0

@@ -1,4 +1,4 @@
-"""Names of checkpoints in their folder; an unfinished or half removed checkpoint gets no such name."""
+"""Names of checkpoints in their folder: an unfinished or half removed one has another name."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def rename_finished(unfinished: Path, final: Path) -> None:
     """Rename an unfinished checkpoint to its final name, in one step if that name is free.
 
     Otherwise the existing checkpoint with that name is renamed first. If the run is killed between
-    the two steps, `steps_in` and `recover` rename the existing checkpoint back. If a reader does this
-    between the two steps, the existing checkpoint is renamed again.
+    the two steps, `steps_in` and `recover` rename the existing checkpoint back. If a reader renames
+    it back between the two steps, it is renamed aside again.
     """
     for left in reversed(range(_TRIES)):
         try:

@@ -34,8 +34,8 @@ RESULT_SLOTS = (
     "gradients",
     "after_update",
 )
-"""The slots that decide what is computed. The other slots decide on the device and the number of
-micro-batches."""
+"""The slots whose functions decide the result of a step. The other slots decide, for example, on
+the device and the number of micro-batches."""
 _STATE_SLOTS = (*RESULT_SLOTS, "split")
 """The slots whose functions may have state."""
 _Value = TypeVar("_Value")
@@ -63,7 +63,7 @@ def in_whole(steps: Steps, *, writes: bool) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The state of a run's steps that is equal on all ranks."""
+    """The state of a run's steps. It is equal on all ranks, except for the tensors listed in `buffers`."""
 
     tensors: dict[str, Tensor]
     """Tensors by name: `model/NAME`, `OPTIMIZER/NAME/KEY` and `transforms/WHERE/KEY`; for a step
@@ -96,8 +96,8 @@ def run_state_of(steps: Steps) -> RunState:
             found.frozen.update({f"{prefix}{k}": v for k, v in values if isinstance(v, Tensor)})
         transforms = {}
         for place, where, function in stateful_functions(plan, name):
-            # Collect transforms before optimizers: a schedule's `state_dict` first reads the
-            # verdict on the last update, which may change the learning rates.
+            # Collect transforms before optimizers: a schedule's `state_dict` first reads whether
+            # the last update was applied, which may change the learning rates.
             saved = function.state_dict()
             tensors = {key: value for key, value in saved.items() if isinstance(value, Tensor)}
             found.tensors.update({f"{place}{key}": value for key, value in tensors.items()})

@@ -330,7 +330,7 @@ def _job_of(contents: _Contents, ranks: Ranks) -> _Job:
 
 
 def _num_writers(folder: Path, probe: str, contents: _Contents, ranks: Ranks) -> int:
-    """Return how many ranks write: all if each can write to the main rank's folder, else one."""
+    """Return how many ranks write: all of a mesh if each can write to the main rank's folder, else one."""
     path, is_main = folder / probe, ranks.rank == 0
     ranks.agreed(lambda: path.touch() if is_main else None)
     seen = ranks.agreed(lambda: _can_write(path))

@@ -24,7 +24,7 @@ _LENGTHS = ("total_steps", "T_max", "total_iters", "milestones", "_milestones")
 """Attributes of schedulers that count updates of a whole run, and so depend on its length."""
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 MOMENTA = ("momentum", "betas", "base_momentum", "max_momentum")
-"""The settings in an optimizer's groups that schedules change."""
+"""With `RATES`, the settings in an optimizer's groups that schedules change."""
 
 
 def check_choices(function: str, schedule: object, match: object) -> None:
@@ -122,8 +122,8 @@ class ResumedSchedules:
         by_names: bool = False,
     ) -> None:
         self._by_names = by_names
-        """Whether to step the program's schedules to the saved update, except those by a metric,
-        which continue with their saved state."""
+        """Whether to step the program's schedules to the saved update. Schedules that follow a
+        metric continue with their saved state instead."""
         self._moved = moved
         """The schedules whose functions `load` does not call."""
         self._found = [

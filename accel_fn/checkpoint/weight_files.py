@@ -248,6 +248,8 @@ class NewSet:
             _remove_others(folder, {SINGLE})
             return
         place: Callable[[Path, Path], None] = rename
+        # Files of an earlier set may have the same names. Then the index lists the spare names
+        # until these files are replaced.
         if (folder / INDEX).exists() and any((folder / name).exists() for name in self._names):
             self._put_index(self._spares)
             place = _put_copy
@@ -258,7 +260,7 @@ class NewSet:
         _remove_others(folder, {INDEX, *self._names})
 
     def _in_file(self, keys: Iterable[str]) -> list[str]:
-        """Sort keys by name, larger elements first, so that each tensor is aligned."""
+        """Sort keys by the size of an element, largest first, which aligns tensors, and then by name."""
         return sorted(keys, key=lambda key: (-self.entries.written_dtype(key).itemsize, key))
 
     def _header(self, keys: Sequence[str]) -> bytes:

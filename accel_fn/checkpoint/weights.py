@@ -176,7 +176,9 @@ def matching_set(
     dtype: torch.dtype | None = None,
     inits: bool = False,
 ) -> Iterator[tuple[Entries, Stored, list[str]]]:
-    """Open the files of a model if they match it; also yield a line for each tensor that only one has.
+    """Open the files of a model, or raise if they do not match it.
+
+    Also yield a line for each tensor that only the model has, or only the files.
 
     With `inits`, the model may have tensors that the files do not hold. Without a folder, no files
     are opened.

@@ -168,7 +168,7 @@ def evaluate(
 
 
 def _with_sum(found: Mapping[str, Any], terms: Sequence[str]) -> dict[str, float | Tensor]:
-    """Add the loss: the sum of the terms of which items were counted; nan if there is no such term."""
+    """Add "loss", the sum of all terms with items; nan if no term has an item."""
     of_terms = {name: found.get(name, math.nan) for name in terms}
     known = [each for each in of_terms.values() if not math.isnan(each)]
     return {**found, "loss": sum(known) if known else math.nan, **of_terms}
@@ -198,8 +198,8 @@ class _RankTotals:
 
     def add(self, each: CutBatch) -> None:
         """Add the results of a batch."""
-        # Begin with NOTHING: a rank whose batches have no rows calls no function, and learns no
-        # names of metrics.
+        # Begin with NOTHING, which shows that there was a batch. A rank whose batches have no rows
+        # calls no function, and learns no names of metrics.
         self.totals = added(self.totals, NOTHING)
         if self._metric_fn is None:
             self._add_losses(*each.parts)

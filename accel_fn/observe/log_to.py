@@ -234,7 +234,7 @@ class Log(Observer):
         self._newest = _batch_number(state)
 
     def add(self, state: DistState, values: Mapping[str, Any]) -> None:
-        """Log values of the newest step."""
+        """Refuse values of any step but the newest."""
         if _batch_number(state) < self._newest:
             raise StateError(
                 f"log_values: state must be of the newest step, got step {_batch_number(state)} after step "
@@ -252,8 +252,9 @@ class LogOnMain(Log):
         self._waiting = LoopWait()
         self._memory = Memory(state.device)
         self._recorder = recorder
-        # When the step is deleted, or the process ends, write its last line. Exit handlers run in
-        # reverse order, so this one runs before those of trackers, which were registered earlier.
+        # When the step is deleted, or the process ends, write the last line of the log. Exit
+        # handlers run in reverse order, so this one runs before those of trackers, which were
+        # registered earlier.
         atexit.register(finalize(self, recorder.end, os.getpid()))
         self._applied: int | Tensor | None = None if plan.always_applies(state) else 0
         self._num_updates = 0
@@ -353,8 +354,8 @@ class LoopWait:
         """Whether no step has begun yet."""
 
     def begin_step(self) -> None:
-        # An earlier call has begun this step, and computed the gradients for the update of this
-        # call.
+        # If a step has begun already, an earlier call has computed the gradients for the update of
+        # this call.
         if self._in_step:
             return
         now = perf_counter()

@@ -88,7 +88,7 @@ class LogFile:
         self._try(lambda: self._events.start(step, process))
 
     def begin_run(self, step: int) -> None:
-        """Cut the log back to the step at which a run without a checkpoint begins; keep a copy of it."""
+        """If the log has steps after the step at which a new run begins, copy it, and remove these steps."""
         # Another plan of the run may already have logged the batch with which this plan begins.
         newest = step + 1 if self._has_begun else step
         if self._last_step > newest:

@@ -86,7 +86,7 @@ def over_loader(
     """Call `use` on every batch of this rank, with the parts that `cut_up` made of it.
 
     At the end, restore the modes of modules and optimizers, and the global generators. Return a
-    description of the first batch, unless the loader is a sharded one.
+    description of the first batch, which is empty for a sharded loader.
     """
     if not isinstance(progress, bool | None):
         raise ArgumentTypeError(message(function, "progress", "be True, False or None", progress))
@@ -151,10 +151,10 @@ def _use_in_step(
     cut_up: Callable[[Any], Any],
     use: Callable[[CutBatch], None],
 ) -> None:
-    """Call `use` equally often on every rank, with None if this rank has no more batches.
+    """Call `use` equally often on every rank, with a batch of None if this rank has no more batches.
 
-    All ranks gather shards of parameters, so each must run the same number of forwards. If a rank
-    has failed, all ranks stop before the next batch.
+    Forwards have collectives, so all ranks must run the same number of forwards. If a rank has
+    failed, all ranks stop before the next batch.
     """
     failure: Exception | None = None
     for number in itertools.count():
@@ -208,7 +208,7 @@ def over_parts(
 
 @contextmanager
 def settled(strategy: Strategy, state: DistState) -> Iterator[None]:
-    """Call `settle` at the end, even after an error, so that this rank joins its peers' gathers."""
+    """Call the strategy's `settle` at the end, even after an error: peers may wait for it in a gather."""
     try:
         yield
     except Exception:

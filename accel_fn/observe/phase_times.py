@@ -37,7 +37,7 @@ class PhaseTimes:
 
     @property
     def waiting(self) -> float:
-        """Return the time that a rank spends in collectives."""
+        """Return the time in which collectives run and the rank computes nothing."""
         return self.host[COLLECTIVES] + self.device.get(COLLECTIVES, 0.0)
 
 
