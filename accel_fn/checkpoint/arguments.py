@@ -80,7 +80,7 @@ def check_steps(steps: Mapping[str, Step], function: str) -> None:
 
 
 def check_model(tensors: Mapping[str, Tensor], steps: Mapping[str, Step], function: str) -> None:
-    """Refuse names that no manifest may hold, expanded tensors, and ranks' parts that are plain tensors."""
+    """Refuse names that no manifest may hold, expanded tensors, and plain tensors that hold a rank's part."""
     for name, tensor in tensors.items():
         if len(name) > LONGEST_NAME or UNPRINTABLE.search(name):
             rule = f"name its tensors by at most {LONGEST_NAME} characters that can be printed"

@@ -217,7 +217,7 @@ class _Translation(Generic[_Entry]):
 def _pairs(saved: Sequence[str], own: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Pair the run's functions with the program's functions of the same slot and name, in order.
 
-    If run and program have different numbers of them, none of these is paired.
+    Functions of one slot and name are not paired if run and program have different numbers of them.
     """
     lists: dict[tuple[str, str], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
     for number, wheres in enumerate((saved, own)):

@@ -91,7 +91,8 @@ def run_state_of(steps: Steps) -> RunState:
         extra_state = _add_model(found, prefix_of("model", name), unwrapped(plan.model))
         for each, model in plan.frozen.items():
             prefix = f"{prefix_of('frozen', name)}{each}/"
-            # `state_dict` lists a tied tensor under each of its names, `named_parameters` once.
+            # Use `state_dict`, which lists a tied tensor under each of its names.
+            # `named_parameters` lists it only once.
             values = model.state_dict().items()
             found.frozen.update({f"{prefix}{k}": v for k, v in values if isinstance(v, Tensor)})
         transforms = {}

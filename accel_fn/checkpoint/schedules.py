@@ -51,7 +51,7 @@ class _Saved(NamedTuple):
 
 
 class _OfPlan(NamedTuple):
-    """A schedule of a plan."""
+    """A schedule of a step's plan, with its saved state."""
 
     place: str
     """The prefix of the entries of the schedule's function."""
@@ -200,7 +200,7 @@ class ResumedSchedules:
                 each.scheduler.load_state_dict(copy.deepcopy(state))
 
     def _step_to_saved(self) -> None:
-        """Step the program's schedulers to their saved counts, in the order of a run."""
+        """Step the program's schedulers to their saved counts, all of them at each update, as a run does."""
         left = [
             0 if takes_metric(each.scheduler) else _count(each.state) - _count(state)
             for each, state in zip(self._found, self._states, strict=True)
@@ -319,7 +319,7 @@ def _step_again(scheduler: Any) -> None:
 
 
 def _acting(scheduler: Any) -> Iterator[Any]:
-    """Yield the schedulers within a scheduler that made the newest step."""
+    """Yield the innermost schedulers that have made the newest step of a scheduler."""
     if isinstance(scheduler, SequentialLR):
         number = bisect_right(scheduler._milestones, scheduler.last_epoch)
         yield from _acting(scheduler._schedulers[number])

@@ -231,7 +231,7 @@ class NewSet:
         return self.folder / f"model.new-{self._token}-{rank:05d}.json"
 
     def discard(self, places: Iterable[int] | None = None) -> None:
-        """Remove files that were written, by default all."""
+        """Remove files of this set that still have spare names, by default all."""
         for place in range(self.num_files) if places is None else places:
             (self.folder / self._spares[place]).unlink(missing_ok=True)
 

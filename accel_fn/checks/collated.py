@@ -17,7 +17,7 @@ from accel_fn.core.state import DistState
 
 
 class Recollated:
-    """Collates some of the samples of a batch, by their places.
+    """Collates some samples of a batch again, chosen by their places in the batch.
 
     A collate_fn may draw random numbers, which differ in each call. A part therefore takes its rows
     of the drawn tensors from the batch of all samples.
@@ -30,7 +30,7 @@ class Recollated:
         self._is_drawn: list[bool] = []
 
     def __call__(self, places: Sequence[int]) -> Any:
-        """Return the batch of these samples."""
+        """Collate the samples at these places of the batch."""
         if self._samples is None:
             self._read(len(places))
         leaves, form = pytree.tree_flatten(self._collated(places, 0))

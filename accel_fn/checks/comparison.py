@@ -162,7 +162,7 @@ class Comparison:
 
 
 def is_cut(state: DistState, plan: Plan) -> bool:
-    """Return whether a batch is computed in parts, over ranks or one after another."""
+    """Return whether a batch is computed in parts, on several ranks or in micro-batches."""
     return state.world_size > 1 or in_microbatches(plan)
 
 

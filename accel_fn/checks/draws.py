@@ -45,7 +45,7 @@ class Calls:
     _again: dict[object, int] = field(default_factory=dict)
 
     def next(self) -> int:
-        """Return the number of this call."""
+        """Return the number of the current call: a new one, or the forward's if a block is recomputed."""
         found = checkpoint_frame()
         if found is not None and found.is_recomputed:
             return self._number_again(found.frame, found.key)
@@ -162,7 +162,7 @@ class Draws:
         raise CannotReplayError(f"{name} draws random numbers that depend on the rows")
 
     def _new(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """Return a new tensor of random numbers."""
+        """Return a new tensor of random numbers, for functions such as `torch.rand`."""
         options = {key: kwargs[key] for key in ("dtype", "device") if kwargs.get(key) is not None}
         kind = name.removesuffix("_like")
         if kind == "randint":

@@ -58,7 +58,7 @@ class Gradients:
     rest: Sequence[float]
 
     def beside(self, norms: Sequence[float]) -> Gradients:
-        """Return a copy in which each `scale` is at least as large as the given norm."""
+        """Return a copy in which each `scale` is at least as large as the parameter's entry in `norms`."""
         return replace(self, scale=[*map(max, self.scale, norms)])
 
 
@@ -89,13 +89,13 @@ class Write:
 
     @property
     def is_sum(self) -> bool:
-        """Return whether this is a sum over rows that no forward reads, so sums of parts add up."""
+        """Return whether the value is a sum over rows that no forward reads; then parts may add to it."""
         return self.kind == "buffer" and not (self.of_parts or self.reads.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The findings of one rank."""
+    """The results of one rank's comparison of a few rows with their parts."""
 
     cuts: Sequence[Cut] = ()
     twice: Sequence[Cut] = ()
@@ -138,7 +138,7 @@ class Found:
 
 
 def loss_tolerance(dtype: torch.dtype, precisions: Sequence[torch.dtype]) -> tuple[float, float]:
-    """Return the tolerance of losses of this dtype, computed in these precisions."""
+    """Return the tolerance of losses of this dtype that were computed in these precisions."""
     found = [_LOSS.get(each, _LOSS_IN_HALF) for each in (dtype, *precisions)]
     return max(found)
 

@@ -104,7 +104,7 @@ class FirstBatches(Observer):
             self._graph.look(outcome[0], rows)
 
     def on_update(self, state: DistState, grads: Grads, report: Report) -> None:
-        """Compare the first gradients over the ranks."""
+        """Compare the gradients of the first update over the ranks."""
         if self._compares:
             check_same_gradients(self._strategy, state, self._plan, grads, report)
             self._compares = False
@@ -167,7 +167,7 @@ class FirstBatches(Observer):
         self._batch_norm.begin()
 
     def _check_rows_and_hooks(self, state: DistState, batch: Any) -> RowsFound | None:
-        """Refuse hooks of parameters; return what `check_rows` finds out about the rows."""
+        """Refuse hooks of parameters; return the finding of `check_rows`."""
         if shares_gradients(state, self._plan) and self._strategy.leaves_gradients:
             check_hooks("step", self._plan)
         return check_rows(state, self._plan, batch)

@@ -23,7 +23,7 @@ _BUILT: WeakSet[GraphCheck] = WeakSet()
 
 
 class GraphCheck:
-    """Checks the graphs of a step's losses."""
+    """Checks the autograd graphs of the losses of a step's micro-batches."""
 
     def __init__(self, plan: Plan, strategy: Strategy, state: DistState) -> None:
         self._plan = plan
@@ -42,7 +42,7 @@ class GraphCheck:
         return [*self._in_graph, *self._plan.model.parameters()]
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Record that a step begins, so the next micro-batch is its first."""
         self._is_first = True
 
     def look(self, loss: Tensor, part: Any) -> None:

@@ -46,7 +46,7 @@ def compare(
     cuts: Sequence[Parts],
     failure: str,
 ) -> Found:
-    """Compare the rows of this rank with their parts; raise if `failure` is a reason that prevents this."""
+    """Compare the rows of this rank with their parts; raise if `failure` is not empty."""
     if failure:
         raise CannotReplayError(failure)
     trial = Trial(plan, strategy, state)
@@ -297,7 +297,7 @@ class _Looks:
     def _writes(
         self, whole: Ran, of_parts: Sequence[Ran], tolerance: tuple[float, float]
     ) -> dict[str, Write]:
-        """Return what forwards write, and whether this depends on rows, cuts and later reads."""
+        """Describe the values that forwards write: whether they depend on rows or cuts, and are read."""
         # Skip a strategy whose engine keeps the gradients: the engine itself writes to attributes.
         has_any = any(each.written for each in (whole, *of_parts)) and self._owns_gradients
         if not self._agreed(has_any):
@@ -315,7 +315,7 @@ class _Looks:
         }
 
     def _writes_of_all(self, whole: Ran) -> dict[str, Write]:
-        """Return what a forward with collectives writes, which may depend on the rows of all ranks."""
+        """Describe the values that a forward with collectives writes; they may depend on all ranks' rows."""
         if not whole.written:
             return {}
         chained, reads = self._after_all_parts(), self._reads((1e-8, 1e-12))
@@ -335,7 +335,7 @@ class _Looks:
         return [each for each in zip(parts, weights, strict=True) if each[1]]
 
     def _after_all_parts(self) -> Mapping[str, Written]:
-        """Return what has been written once all parts have run, one after the other."""
+        """Return the written values after all parts have run, one after the other."""
         *others, last = self._weighing()
         for each in others:
             self._keep(*each)
@@ -418,7 +418,7 @@ def _with_number(batch: Any, name: str, number: Any) -> Any:
 
 
 def _finite(cuts: Sequence[Cut], tolerance: tuple[float, float]) -> list[Cut]:
-    """Drop the cuts that show nothing.
+    """Select the cuts whose losses can be compared.
 
     The loss of the batch must be finite, and two parts or more must have items. If only one part
     has items, its loss must differ from that of the batch: equal losses would fit both a mean and a

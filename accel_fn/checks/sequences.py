@@ -39,8 +39,8 @@ class SequenceCheck(Observer):
     """In steps 1, 2, 10 and 100, runs the start of two sequences whole on each rank, and cut.
 
     A model may make its own positions, shift its labels, or mix tokens outside of attention. With
-    wrap_cp it would then silently train on something else. All ranks run the rows of one of them,
-    and all refuse a difference.
+    wrap_cp it would then silently train on something else. All ranks run the same rows, which one
+    rank provides, and all refuse a difference.
 
     Cost: in these steps, a broadcast of the rows, two forwards and backwards of at most 64 tokens
     per rank along the axis, under wrap_ddp an all-reduce of the gradients over the axis, and three

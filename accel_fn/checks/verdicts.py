@@ -56,7 +56,7 @@ class Verdicts:
             )
 
     def not_compared(self, reason: str) -> None:
-        """Record why a batch was not compared."""
+        """Record why a batch was not compared, unless an earlier batch was."""
         if not self._batches:
             self.text = f"could not be compared with those of its parts: {reason}"
 

@@ -110,7 +110,7 @@ class Snapshot:
         return type(value).__name__, [self._noted(each, left) for each in items]
 
     def before_write(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the tensors that an operation is about to write to."""
+        """Copy each recorded tensor whose memory an operation is about to write to, the first time."""
         for tensor in tensors:
             for owner in self._owners.get(_memory_of(tensor) or 0, ()):
                 if id(owner) not in self._copies:
@@ -162,7 +162,7 @@ class Snapshot:
         return type(before) is type(now) and bool(before == now or before != before)
 
     def restore(self) -> None:
-        """Restore everything; raise an error if that is not possible."""
+        """Restore the model, its gradients and the generators; raise if the model cannot be restored."""
         try:
             with torch.no_grad():
                 self._restore()
@@ -235,7 +235,7 @@ class _Random:
         return _are_same(now, self._ends)
 
     def restore(self) -> None:
-        """Restore the states."""
+        """Restore the states, unless the generators still have them."""
         if _are_same(self._now(), self._states):
             return
         random.setstate(self._states[0])

@@ -76,7 +76,7 @@ def read_order(
     collates_whole: bool,
     order: str,
 ) -> Order | SamplerBatches:
-    """Read the order of a loader and check it; `batch` is the meaning of its batch size.
+    """Read and check the order of a loader; `batch` states whether its batch size is global or one rank's.
 
     With `collates_whole`, every rank reads and collates the samples of all ranks.
     """
@@ -466,7 +466,7 @@ class SamplerSource:
         self.facts = sampling.facts
 
     def num_batches(self) -> int:
-        """Return the number of batches of an epoch, if the sampler has a length."""
+        """Return the number of batches of an epoch; raise if the sampler has no length."""
         num_batches = self._sampling.num_batches()
         if num_batches is None:
             rule, name = "have a length", type(self._sampling.batch_sampler).__name__

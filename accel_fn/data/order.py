@@ -117,7 +117,7 @@ class Cut:
     drop_last: bool
 
     def count(self, num_samples: int) -> int:
-        """Return the number of batches of `num_samples` samples, equal on every rank."""
+        """Return the number of batches into which `num_samples` samples are cut, equal on every rank."""
         full, tail = divmod(num_samples, self.batch_size)
         return full + (tail > 0 and not self.drop_last)
 

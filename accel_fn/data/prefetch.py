@@ -204,7 +204,7 @@ def _read(batches: Iterator[Any], handover: _Handover, mover: Mover) -> None:
 
 
 class _Pass(Iterator[Any]):
-    """The iterator of one pass that the loop gets: takes batches that a thread has read."""
+    """The iterator that the loop gets for one pass. It takes batches that a thread has read."""
 
     def __init__(self, batches: Iterator[Any], ahead: _Ahead) -> None:
         self._batches = batches
@@ -291,7 +291,7 @@ class Mover:
         self.device = device
 
     def around(self) -> AbstractContextManager[Any]:
-        """Return a context for the reading thread."""
+        """Return a context in which the reading thread runs."""
         return nullcontext()
 
     def move(self, batch: Any) -> Any:

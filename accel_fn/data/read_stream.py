@@ -230,7 +230,7 @@ class Split:
 
 
 def shard_of(data: Any, num_shards: int, index: int) -> IterableDataset[Any]:
-    """Return one shard of a data set that can be split."""
+    """Return one shard of a data set, by its method `shard`."""
     shard = data.shard(num_shards=num_shards, index=index)
     if not isinstance(shard, IterableDataset):
         rule, got = "return an IterableDataset", type(shard).__name__
@@ -240,7 +240,7 @@ def shard_of(data: Any, num_shards: int, index: int) -> IterableDataset[Any]:
 
 
 def parts_of_shard(stream: Stream, size: int, *, drop_last: bool) -> Iterator[list[Any]]:
-    """Yield lists of `size` items; the last may be shorter, and `drop_last` leaves it out."""
+    """Yield lists of `size` items. The last may be shorter; `drop_last` leaves out a shorter one."""
     while True:
         with stream.reading():
             items = stream.take(size)

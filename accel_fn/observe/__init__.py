@@ -1,1 +1,1 @@
-"""Observe a run: evaluation, metrics, memory, explanations."""
+"""Observe a run: evaluate, predict, log, profile, show progress, and explain a step."""

@@ -370,7 +370,7 @@ def _pair(name: str, total: Any, count: Any, rows: int | None) -> Total:
 
 
 def widest(value: Any) -> Tensor | None:
-    """Convert integers to int64 and real numbers to float64, also tensors; other values to None."""
+    """Convert a real number or tensor to an int64 or float64 tensor; return None for other values."""
     if isinstance(value, int | float):
         return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
     if not isinstance(value, Tensor) or value.is_complex():
@@ -393,7 +393,7 @@ def _shown(value: Any) -> str:
 
 
 def added(totals: Totals, found: Totals) -> Totals:
-    """Add the totals of another micro-batch."""
+    """Add the totals of two micro-batches; refuse different names or shapes of metrics."""
     if not totals or totals is NOTHING:
         return found
     if found is NOTHING:

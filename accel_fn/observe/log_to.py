@@ -276,7 +276,7 @@ class LogOnMain(Log):
             self._rates = _learning_rates(self._optimizers)
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """Log a step."""
+        """Count a step, and log it if its number is a multiple of `every`."""
         if report.applied is None:
             return
         if _batch_number(state) < self._newest:

@@ -479,7 +479,7 @@ def as_writer(given: Any) -> Write:
 
 
 def check_writer(given: object) -> None:
-    """Refuse a value that is neither a run of these libraries nor a function."""
+    """Refuse a value that is neither a run of a known library nor a function."""
     # Refuse a class, although it is callable: the user may have written SummaryWriter instead of
     # SummaryWriter().
     if _kind_of(given) is None and (not callable(given) or isinstance(given, type)):
