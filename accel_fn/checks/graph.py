@@ -121,7 +121,7 @@ def hides_parameters(loss: Tensor) -> bool:
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
-    """Return the leaves of the graph of a loss that get a gradient."""
+    """Return the leaf tensors in a loss's graph that get a gradient from its backward."""
     return [each for each in map(_leaf, nodes_of(loss)) if each is not None]
 
 

@@ -38,7 +38,8 @@ def few_rows(
 ) -> Rows | None:
     """Return a few rows, two or more; None on all ranks if there are fewer, or if the step will raise.
 
-    A rank with fewer than two rows gets the rows of another rank, or of all ranks together.
+    If a rank has fewer than two rows, all ranks get the rows of one rank, or those of all ranks
+    together.
     """
     whole, part, num = counted(plan, strategy, batch)
     num = -1 if leaves_out else num

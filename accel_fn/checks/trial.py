@@ -287,7 +287,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _BatchStatistics(TorchFunctionMode):
     """Gives BatchNorm, in every run, the batch statistics of the first run, as constants.
 
-    With the statistics of its own rows, a part would differ from the batch, which would hide all
+    With the statistics of its own rows, a part would differ from the batch. This would hide all
     other differences.
     """
 

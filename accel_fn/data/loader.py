@@ -54,7 +54,7 @@ class Source(Protocol[Batch]):
         """Yield the same batches, each with the numbers of this rank's samples in it."""
 
     def facts(self) -> dict[str, Any]:
-        """Return the known facts that a resumed run must share, without the number of ranks."""
+        """Return the known facts in which a resumed run must be equal; these exclude the number of ranks."""
 
     def position(self, step: int, window: int = 1) -> tuple[int, int]:
         """Return the epoch, and the window in it, after `step` windows of `window` batches.

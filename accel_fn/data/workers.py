@@ -345,7 +345,7 @@ class WorkerPool:
             yield item
 
     def drop_rest(self) -> None:
-        """Stop reading ahead in this pass; by default nothing, since the next `start` drops what is left."""
+        """Make workers stop reading this pass. By default, do nothing: the next `start` drops its batches."""
 
     def close(self) -> None:
         """End the workers. Dropping them is not enough: a stored error's frames refer to them."""

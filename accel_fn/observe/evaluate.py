@@ -313,7 +313,7 @@ class Total:
     num_ones: int = 0
 
     def plus(self, other: Total) -> Total:
-        """Add another total."""
+        """Return the sum of this total and another one."""
         num_ones = self.num_ones + other.num_ones if self.num_ones and other.num_ones else 0
         return Total(self.sum + other.sum, self.count + other.count, num_ones)
 

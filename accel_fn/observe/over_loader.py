@@ -86,7 +86,7 @@ def over_loader(
     """Call `use` on every batch of this rank, with the parts that `cut_up` made of it.
 
     At the end, restore the modes of modules and optimizers, and the global generators. Return a
-    description of the first batch, which is empty for a sharded loader.
+    description of the first batch, which is empty for a sharded loader and in a world of one.
     """
     if not isinstance(progress, bool | None):
         raise ArgumentTypeError(message(function, "progress", "be True, False or None", progress))
