@@ -27,7 +27,7 @@ Place = tuple[int, ...]
 
 
 class Collate:
-    """Calls a collate_fn, and refuses an unmarked list of samples: a step would cut each sample in it."""
+    """Calls a collate_fn, and refuses an unmarked list of samples: a step would cut each sample."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self._collate_fn = collate_fn
