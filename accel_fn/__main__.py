@@ -1,4 +1,4 @@
-"""Run `python -m accel_fn`, for machines where the script `accel-fn` is not on the PATH."""
+"""The entry point of `python -m accel_fn`, for machines where `accel-fn` is not on the PATH."""
 
 from accel_fn.cli import main
 

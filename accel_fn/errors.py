@@ -1,4 +1,4 @@
-"""Error classes, and the messages, which name function, parameter, rule and value.
+"""Error classes, functions that format error messages, and checks of common arguments.
 
 Each class derives from AccelError and from the builtin error that fits.
 """
@@ -39,7 +39,7 @@ __all__ = [
 
 
 _LONGEST = 300
-"""The most characters of a value in a message."""
+"""The number of characters after which a message cuts off the repr of a value."""
 
 
 class AccelError(Exception):
@@ -142,7 +142,10 @@ def message(function: str, parameter: str, rule: str, value: object, repair: str
 
 
 def shown(value: object) -> str:
-    """Return `repr(value)`, or its start if it is long: aliases make a value huge in a short YAML file."""
+    """Return `repr(value)`, or only its start if it is long.
+
+    A value from a short YAML file may be huge, since aliases repeat parts of it.
+    """
     text = ""
     for piece in _pieces(value):
         text += piece
@@ -221,7 +224,7 @@ def check_only(function: str, only: object) -> None:
 def check_equal(
     values: Sequence[object], rule: str, repair: str = "", error: type[AccelError] = ReplicaError
 ) -> None:
-    """Raise unless the values, one for each rank, are equal: `<rule>, got <one> and <another>`."""
+    """Raise an error with this rule if the values differ. `values` holds one value of each rank."""
     for rank, value in enumerate(values):
         if value != values[0]:
             ending = f"; {repair}" if repair else ""

@@ -1,4 +1,4 @@
-"""Names for authors of transforms, strategies and plug-ins: parts of a plan, and how to fill it."""
+"""Public names for authors of transforms, strategies and plug-ins."""
 
 from accel_fn.names import lazy_names
 

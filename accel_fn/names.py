@@ -1,6 +1,7 @@
-"""Public names: they load on first use, and an error names the replacement of an old name.
+"""Load public names on first use; for a name that was replaced, raise an error with the new name.
 
-The two tables help with changes made before the first release; version 1.0 drops them.
+The tables `CALLS` and `NAMES` list what has changed before the first release. Version 1.0 drops
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CALLS = {
     "resume": "resume(step, state, folder)",
     "save": "save(step, state, folder)",
 }
-"""Calls for error messages: the subject comes first, then the state, then the other arguments."""
+"""The correct calls of functions whose order of arguments has changed, for error messages."""
 
 NAMES = {
     "Checkpoint": "accel_fn.checkpoint.Checkpoint",
@@ -62,9 +63,10 @@ _PLUG_INS = "accel_fn.contrib."
 def lazy_names(
     package: str, homes: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Make `__getattr__`, `__dir__` and `__all__` of a package whose modules have these names.
+    """Make `__getattr__`, `__dir__` and `__all__` of a package, so that its names load on first use.
 
-    An old name raises an error with the new name.
+    `homes` lists the names that each module defines. `modules` are public submodules of the
+    package.
     """
     home_of = {name: module for module, names in homes.items() for name in names}
     own = vars(sys.modules[package])

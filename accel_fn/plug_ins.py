@@ -7,9 +7,10 @@ from accel_fn.errors import ExtraError
 
 
 def plug_in(module: str, name: str) -> ModuleType:
-    """Import a module of `accel_fn.contrib`, such as `runs.report`, which has the object `name`.
+    """Import a module of `accel_fn.contrib`, such as `runs.report`, which defines `name`.
 
-    The plug-in, or a library that it imports, may not be installed.
+    If the plug-in or a library that it imports is not installed, the error names the extra to
+    install.
     """
     try:
         return importlib.import_module(f"accel_fn.contrib.{module}")

@@ -1,4 +1,4 @@
-"""A pass for torch's compiler, without which a fused addition loses its factor `alpha`."""
+"""A compiler pass against a bug of torch's compiler, which loses the factor `alpha` of an addition."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _ATEN = torch.ops.aten
 class Addends(CustomGraphPass):
     """A compiler pass that rewrites `add(a, b, alpha=number)` as `a + number * b`.
 
-    torch 2.13 fuses a matrix product with an addition and loses `alpha`. For example, weight decay
-    of a gradient that is a product would be added with the factor 1.
+    torch 2.13 fuses a matrix product with an addition, and then ignores `alpha`. For example, it
+    would add weight decay to such a product with the factor 1.
     """
 
     def __call__(self, graph: Graph) -> None:
@@ -30,7 +30,7 @@ class Addends(CustomGraphPass):
             node.args, node.kwargs = (first, product), {}
 
     def uuid(self) -> Any:
-        """Return the key of cached graphs: another version of this file makes other graphs."""
+        """Return a key for the compiler's cache; it changes whenever this file changes."""
         return get_hash_for_files((__file__,))
 
 

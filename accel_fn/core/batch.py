@@ -1,4 +1,4 @@
-"""Batches as trees of tensors, and lists of samples: walk, map, place and count them."""
+"""Walk, map, move and count batches: trees of tensors and of lists of samples."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _device = attrgetter("device")
 
 
 class Samples(list[T]):
-    """A list whose items are samples, one each. `samples` makes it.
+    """A list in which each item is one sample. The function `samples` makes it.
 
-    Slices of the list have this class too, and so do the copies that torch makes in pytree, pinning
-    and pickling.
+    Slices of the list have this class too, and so do copies by torch's pytree, memory pinning and
+    pickling.
     """
 
     @overload
@@ -79,7 +79,7 @@ def samples(items: Iterable[T | None]) -> Samples[T]:
 
 
 class _Form:
-    """A mapping of a class that torch's pytree does not know, with its keys, for `_restored` to copy."""
+    """The form of a `_Node`: a mapping of a class that torch's pytree does not know, and its keys."""
 
     def __init__(self, mapping: Mapping[Any, Any]) -> None:
         self.mapping = mapping
@@ -152,14 +152,14 @@ pytree.register_pytree_node(
 
 
 class _FormOfFields(_Form):
-    """A dataclass that torch's pytree does not know, with its field names; `restored` copies it."""
+    """The form of a `_Node` for a dataclass that torch's pytree does not know, and its field names."""
 
     def __init__(self, instance: Any) -> None:
         self.mapping = instance
         self.keys = [each.name for each in fields(instance)]
 
     def restored(self, values: Iterable[Any]) -> Any:
-        """Return a copy of the dataclass with these values; do not call `__post_init__`."""
+        """Return a copy of the dataclass with these values, without a call of `__post_init__`."""
         made = copy.copy(self.mapping)
         for name, value in zip(self.keys, values, strict=True):
             # Call `object.__setattr__`, since a frozen dataclass refuses plain assignment.
@@ -168,7 +168,10 @@ class _FormOfFields(_Form):
 
 
 def node_of(tree: Any) -> Any:
-    """Wrap a mapping, or a dataclass with rows, in a node; return other values unchanged."""
+    """Wrap a value in a `_Node` if it is a mapping or dataclass that torch's pytree does not know.
+
+    Return all other values unchanged, also a dataclass without rows.
+    """
     if type(tree) in pytree.SUPPORTED_NODES:
         return tree
     if isinstance(tree, Mapping):
@@ -176,7 +179,8 @@ def node_of(tree: Any) -> Any:
     if is_dataclass(tree) and not isinstance(tree, type | nn.Module):
         form = _FormOfFields(tree)
         values = [getattr(tree, name) for name in form.keys]
-        # A dataclass without rows holds settings: every part of a batch gets the whole object.
+        # A dataclass without rows holds settings. If a batch is cut, every part gets the whole
+        # dataclass.
         if any(map(_has_rows, pytree.tree_leaves([*map(opened, values)], _is_samples))):
             return _Node(values, form)
     return tree
@@ -198,9 +202,9 @@ def _is_samples(leaf: Any) -> bool:
 
 
 def opened(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Wrap mappings and dataclasses of a tree, so that pytree finds their tensors.
+    """Wrap the mappings and dataclasses of a tree in nodes, so that pytree finds their tensors.
 
-    Trees that pytree makes from the result have the original classes, such as `BatchEncoding`.
+    A tree that pytree builds from the result has the original classes, such as `BatchEncoding`.
     """
 
     def open_node(leaf: Any) -> Any:
@@ -242,9 +246,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def columns_of(tree: Any) -> list[Tensor | Samples[Any]]:
-    """Return the columns of a tree, which have one row per sample: tensors, and `Samples` lists.
+    """Return the tensors and `Samples` lists of a tree, in pytree order.
 
-    The tensors inside a `Samples` list are not columns.
+    The tensors inside a `Samples` list are left out.
     """
     return _leaves(tree, _COLUMNS)
 
@@ -360,15 +364,15 @@ def shapes_of(batch: Any) -> list[tuple[int, ...]]:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return the length of a batch's first tensor with a dimension, or of its first `Samples`.
+    """Return the length of a batch's first `Samples` list or tensor with a dimension; 0 without one.
 
-    Return None if the batch is None, or if it holds `Samples` and no column has a row.
+    Return None if the batch is None, or if it holds `Samples` and all of its columns are empty.
     """
     if batch is None:
         return None
     kind = type(batch)
-    # Read the length of the first tensor, which most batches begin with: listing all tensors is
-    # slower.
+    # Most batches begin with a tensor. Read the length of this tensor first, since listing all
+    # tensors is slower.
     if (kind is tuple or kind is dict) and batch:
         first = batch[0] if kind is tuple else next(iter(batch.values()))
         if type(first) is Tensor and first.ndim and first.size(0):

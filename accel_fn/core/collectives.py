@@ -1,4 +1,4 @@
-"""Collectives on trees: broadcast, barrier, any_rank. An error on one rank raises on all."""
+"""The public collectives broadcast, barrier and any_rank; an error on one rank raises on all."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class _Hole(TensorPlace):
         return cls(tensor.dtype, tuple(tensor.shape), in_graph(tensor))
 
     def filled(self, given: Tensor | None, device: torch.device) -> Tensor:
-        """Return a copy of `given`, or an empty tensor of this dtype and shape if there is none."""
+        """Return a copy of `given`; for None, return an uninitialized tensor of this dtype and shape."""
         empty = torch.empty(self.shape, dtype=self.dtype, device=device)
         return empty if given is None else empty.copy_(given)
 
@@ -253,7 +253,7 @@ def agreed(
 
 
 def send_failure(error: BaseException, state: DistState, function: str) -> None:
-    """Send this rank's error to the ranks that are in `agreed`, which raises a PeerError there.
+    """Send this rank's error to the ranks that wait in `agreed`, where it raises a PeerError.
 
     Cost: two small collectives on the host.
     """
@@ -261,7 +261,7 @@ def send_failure(error: BaseException, state: DistState, function: str) -> None:
 
 
 def exchange_failures(state: DistState, failure: str) -> list[str]:
-    """Exchange the failures of all ranks: strings in rank order, empty for ranks without one.
+    """Return the failures of all ranks, in rank order, with "" for a rank that has not failed.
 
     Cost: one small collective, and two more if a rank failed.
     """

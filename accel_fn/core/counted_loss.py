@@ -1,4 +1,4 @@
-"""Backward seeds for losses that return `(sum, count)`, and the reasons for which plans refuse them."""
+"""Backward seeds for losses that return `(sum, count)`; reasons why a plan refuses such a loss."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from accel_fn.core.weights import Weight
 class CountedLoss:
     """Computes the seed of each backward for a loss that returns `(sum, count)`.
 
-    A loss with one sum: the backward computes the gradient of the sum, and the end of the step
-    divides it by the count (an open factor of `Grads`). A loss with several sums has several
-    counts, and in float16 a sum may overflow. In both cases the counts must be known before the
-    first backward. So, after the first forward, the other micro-batches run once more without
-    gradients, and the ranks add up their counts.
+    With one sum, the backward computes the gradient of the sum. At the end of the step, the factor
+    of `Grads` divides this gradient by the count. With several sums, or in float16, where a sum may
+    overflow, the counts must be known before the first backward. So, after the first forward, this
+    class runs the other micro-batches once without gradients, and adds up the counts over the
+    ranks.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class CountedLoss:
         if self._seeds is None:
             self._seeds = self._mean.seed_by_counts([pairs if weight else {}, *self._others()])
         if not weight or not pairs:
-            # A loss without pairs has changed its form since the first batch. Return a seed of 0
-            # here: the comparison of metrics after the loop finds this error, and raises on all
-            # ranks.
+            # A micro-batch of weight 0 contributes no gradient. A loss without pairs has changed
+            # its form since the first batch: the comparison of metrics after the loop finds this
+            # error, and raises on all ranks.
             return loss, metrics, torch.zeros_like(loss)
         scaler = self._state.scaler
         seed = self._seeds if scaler is None else self._seeds * scaler.scale
         return loss, metrics, seed.reshape(loss.shape).to(loss.dtype)
 
     def _know(self, metrics: Metrics, weight: Weight) -> None:
-        """In the first batch, agree over the ranks whether the loss is `(sum, count)`."""
+        """Find out in the first batch whether the loss is `(sum, count)`; without retries, ranks agree on it."""
         self._is_first = False
         layout, pairs = self._layout, counted_in(metrics)
         names = tuple([name.removeprefix(COUNTED) for name in pairs])
@@ -97,13 +97,13 @@ class CountedLoss:
             # loss returns. Set `is_open` on that rank too, so that all ranks scale their gradients
             # in the same way.
             self._mean.is_open = self._retries
-        # If no loss of items has been computed yet, use the names that this micro-batch has
-        # returned.
+        # If no rank has items in its first micro-batch, use the names that this micro-batch, of
+        # weight 0, has returned.
         if layout.counts is None:
             layout.counts = names or None
 
     def _others(self) -> list[Mapping[str, Any]]:
-        """Run the later micro-batches for their sums and counts; restore buffers and generators."""
+        """Compute sums and counts of the later micro-batches, then restore buffers and generators."""
         rest = self._every[1:]
         if not rest:
             return []

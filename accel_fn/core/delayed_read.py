@@ -23,7 +23,7 @@ class DelayedRead:
         self._pending: tuple[Tensor, torch.Event] | None = None
 
     def __call__(self, value: Tensor) -> Tensor | None:
-        """Return the newest known value, or None; later writes to `value` do not change it."""
+        """Return a CPU value itself; otherwise start a copy, and return the previous value, or None."""
         if value.is_cpu:
             return value
         known = self.last()
@@ -37,7 +37,7 @@ class DelayedRead:
         return known
 
     def last(self, timeout_s: float | None = None) -> Tensor | None:
-        """Wait for the last value and return it; None after a time-out, or if it was returned."""
+        """Wait for the pending value and return it; return None if there is none, or after a time-out."""
         if self._pending is None:
             return None
         value, event = self._pending
@@ -54,7 +54,7 @@ class DelayedRead:
 
 
 class DelayedFloats:
-    """Copies named values to the host as floats: CPU values at once, others at the next call."""
+    """Converts named values to floats: returns them at once on a CPU, otherwise at the next call."""
 
     def __init__(self) -> None:
         self._delayed = DelayedRead()
@@ -80,7 +80,7 @@ class DelayedFloats:
         return known
 
     def last(self, timeout_s: float | None = None) -> dict[str, float] | None:
-        """Wait for the last values, as `DelayedRead.last` does."""
+        """Wait for the pending values and return them, as `DelayedRead.last` does."""
         known = self._delayed.last(timeout_s)
         if known is None:
             return None
@@ -88,7 +88,7 @@ class DelayedFloats:
 
 
 class UpdateCount:
-    """Counts the updates that were applied; if only the device knows, one step late."""
+    """Counts applied updates. If only the device knows whether one was applied, the count is a step late."""
 
     def __init__(self, *, always: bool) -> None:
         self._always = always
