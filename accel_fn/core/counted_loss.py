@@ -83,7 +83,7 @@ class CountedLoss:
         return loss, metrics, seed.reshape(loss.shape).to(loss.dtype)
 
     def _know(self, metrics: Metrics, weight: Weight) -> None:
-        """Find out in the first batch whether the loss is `(sum, count)`; without retries, ranks agree on it."""
+        """Find out in the first batch if the loss is `(sum, count)`; without retries, ranks agree on it."""
         self._is_first = False
         layout, pairs = self._layout, counted_in(metrics)
         names = tuple([name.removeprefix(COUNTED) for name in pairs])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _WHOLE = (Tensor, nn.Parameter)
-"""The types of most tensors, which are never sharded: comparing them is faster than `hasattr`."""
+"""The types of plain tensors, which are never sharded. `is_sharded` tests them first, which is fast."""
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
@@ -32,7 +32,7 @@ def is_sharded(value: object) -> TypeGuard[DTensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, in the same memory."""
+    """Return this rank's shard of a DTensor, in the same memory; return any other tensor itself."""
     if is_sharded(tensor):
         # Detach the local tensor, since `DTensor.detach` takes far longer.
         with torch.no_grad():
@@ -49,7 +49,7 @@ def leaves_of(
 
 
 def filled(leaf: T) -> T:
-    """Wait for a tensor that a collective of torch still fills, such as a split model's output."""
+    """Wait for the result of an asynchronous collective of torch; return other leaves unchanged."""
     is_pending = isinstance(leaf, Tensor) and hasattr(leaf, "trigger_wait")
     return cast("T", leaf.clone()) if is_pending else leaf  # type: ignore[attr-defined]
 
@@ -65,10 +65,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def by_axes(tensors: Iterable[DTensor]) -> dict[tuple[ProcessGroup, ...], list[DTensor]]:
-    """Group sharded tensors by the process groups that hold their shards.
+    """Group sharded tensors by the process groups over which they are sharded.
 
-    Cost: for gradients that are partial sums over an axis, such as those of `SequenceParallel`, one
-    collective to add them up.
+    Cost: one collective for each gradient that is a partial sum over an axis, as under
+    `SequenceParallel`.
     """
     by_placements: dict[Any, list[DTensor]] = {}
     for each in tensors:
@@ -84,9 +84,10 @@ def by_axes(tensors: Iterable[DTensor]) -> dict[tuple[ProcessGroup, ...], list[D
 def place_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Redistribute gradients, so that each is sharded in the same way as its parameter.
 
-    torch may leave another shard, or a partial sum over an axis.
+    After a backward, torch may leave a gradient that is sharded in another way, or that is a
+    partial sum over an axis.
 
-    Cost: at most one collective for each such gradient.
+    Cost: the collectives of a `redistribute` for each such gradient.
     """
     for each in parameters:
         grad = each.grad
@@ -144,11 +145,11 @@ def place_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def axes_of(tensors: Iterable[Tensor], *, through_pp: bool = False) -> list[DistState]:
-    """Return the mesh axes of sharded tensors, innermost first; an empty list for whole tensors.
+    """Return a state for each mesh axis of sharded tensors, innermost first; [] for whole tensors.
 
-    If a mesh is part of a larger one, the result includes the axes of the larger mesh: ranks along
-    `dp` hold the same shards. Ranks along `pp` hold other layers, so the result includes `pp` only
-    if the tensors are on it, or with `through_pp`.
+    If a mesh is part of a larger one, the result has all axes of the larger mesh, also those, such
+    as `dp`, along which ranks hold the same shards. Ranks along `pp` hold other layers, so the
+    result has `pp` only with `through_pp`, or if `pp` is an axis of the tensors' own mesh.
     """
     groups: dict[ProcessGroup, None] = {}
     for mesh in dict.fromkeys(each.device_mesh for each in tensors if is_sharded(each)):

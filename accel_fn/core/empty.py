@@ -145,7 +145,7 @@ def check_memory(state: DistState, plan: Plan) -> None:
 
 
 def move_values(model: nn.Module, device: torch.device) -> None:
-    """Move a model to a device, in place, without its tensors on the meta device."""
+    """Move a model to a device, in place; leave its tensors on the meta device where they are."""
     if any(each.is_meta for _, each in tensors_in(model)) and device.type != "meta":
         model._apply(lambda each: each if each.is_meta else each.to(device))  # type: ignore[no-untyped-call]
     else:
@@ -155,7 +155,11 @@ def move_values(model: nn.Module, device: torch.device) -> None:
 def give_memory(
     model: nn.Module, device: torch.device, *, shards_on: torch.device | None = None
 ) -> None:
-    """Allocate tensors that are on the meta device; fill them with NaN or else zeros; keep ties."""
+    """Replace tensors on the meta device by tensors in memory; tied tensors stay tied.
+
+    The new tensors hold NaN, or zeros if their dtype has no NaN. Shards go to the device
+    `shards_on`, if it is given.
+    """
     of_shards, made = shards_on or device, dict[Tensor, Tensor]()
     for module in model.modules() if device.type != "meta" else ():
         homes: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -184,7 +188,7 @@ def has_gaps(tensor: Tensor) -> bool:
 
 
 def give_memory_to_plan(plan: Plan, device: torch.device) -> None:
-    """Allocate memory for the plan's model, and update its optimizers."""
+    """Allocate memory for the plan's model, and pass the new parameters to its optimizers."""
     before = dict(plan.model.named_parameters())
     give_memory(plan.model, device)
     for optimizer in plan.optimizers.values():
@@ -210,10 +214,9 @@ def note_filled(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def check_filled(plan: Plan, state: DistState, function: str) -> None:
-    """Refuse, on all ranks, a model with unfilled tensors; start the averages once it is filled.
+    """Refuse, on all ranks, a model with unfilled tensors; otherwise, call `on_filled` of slot functions.
 
-    A floating-point tensor counts as filled if it holds no NaN, since the program may have written
-    it.
+    A floating-point tensor without NaN counts as filled, since the program may have written to it.
 
     Cost: nothing once a model is filled; before, one read of the unfilled tensors, and two small
     collectives.

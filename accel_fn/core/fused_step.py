@@ -42,17 +42,18 @@ def run_fused(
 ) -> bool:
     """Do the work of `optimizer.step()` on `factor * gradients`, by kernel calls alone.
 
-    It does nothing if torch would run more than the kernel: an optimizer of another class, with
-    hooks or under a profiler, the first step, which makes the state, or tensors of several kinds.
+    It does nothing if torch would run more than the kernel. Examples are an optimizer of another
+    class or with hooks, a profiler, the first step, which makes the optimizer's state, and a group
+    with tensors of several dtypes or devices.
 
     Args:
-        optimizer: each step reads its groups, their settings and its state anew.
+        optimizer: each call reads its current groups, settings and state.
         gradients: one gradient or None for each parameter of its groups.
         factor: [], float32; None means 1.
         ok: [], bool: if False, the kernel changes nothing. None: it runs.
 
     Returns:
-        Whether it has run the step.
+        Whether this function has run the step.
     """
     calls = _calls(optimizer, gradients)
     if calls is None:
@@ -107,7 +108,7 @@ def _calls(optimizer: Optimizer, gradients: Sequence[Tensor | None]) -> list[_Ca
 def _runs_alone(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
     """Return whether a call of `step` runs torch's code only: no hooks, and no profiler.
 
-    A scheduler may have wrapped `step`.
+    A wrapper that a scheduler of torch has put around `step` is allowed.
     """
     own: Any = vars(optimizer).get("step")
     is_torchs = own is None or (

@@ -101,13 +101,13 @@ def carry_mark(moved: Tensor, source: Tensor) -> None:
 
 
 def origin_of(batch: Any) -> Origin | None:
-    """Return the origin of a batch; None if the loop has made or replaced a tensor in it."""
+    """Return the origin of a batch; None if it has none, or if the user's loop has made a tensor of it."""
     found = _made(batch)
     return found if isinstance(found, Origin) else None
 
 
 def samples_of(batch: Any) -> int | None:
-    """Return how many samples a loader put in a batch; None if the loop made one of its tensors."""
+    """Return how many samples a loader put in a batch; None if the user's loop has made a tensor of it."""
     found = _made(batch)
     return None if found is None else found.num_samples
 

@@ -149,7 +149,7 @@ class Grads:
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Compute the L2 norm over all tensors (all ranks, if sharded), summed in at least float32."""
+    """Compute the L2 norm over all tensors, including all shards of DTensors, in at least float32."""
     sharded = [each for each in tensors if is_sharded(each)]
     if sharded:
         whole = [each for each in tensors if not is_sharded(each)]
@@ -195,7 +195,8 @@ Backward = Callable[[Tensor, Tensor | None], None]
 class WideBackward:
     """Runs the backwards of micro-batches, and sums half-precision gradients in float32.
 
-    Before the last backward, each parameter gets its sum as its gradient, in its own dtype.
+    Before the last backward, the sum so far becomes each parameter's `.grad`, in the dtype of the
+    parameter.
     """
 
     # A bfloat16 sum stops growing once a term is below half a unit in the last place of the sum:
@@ -209,7 +210,7 @@ class WideBackward:
         self._sums: list[Tensor | None] = [None] * len(halves)
 
     def __call__(self, loss: Tensor, seed: Tensor | None) -> None:
-        """Add the gradients of `seed * loss` to the sums of the earlier micro-batches."""
+        """Add the previous micro-batch's gradients to the sums, then run the backward of `seed * loss`."""
         # Take the gradients of the previous micro-batch only now. If it had weight 0, the loop has
         # zeroed them after its backward.
         self._take()
@@ -236,7 +237,10 @@ class WideBackward:
 def wide_backward(
     backward: Backward, halves: Sequence[nn.Parameter], num_microbatches: int
 ) -> Backward:
-    """Return a backward that sums half-precision gradients of micro-batches in float32."""
+    """Wrap a backward, so that it sums half-precision gradients of micro-batches in float32.
+
+    Without several micro-batches and parameters in half precision, return the backward itself.
+    """
     if halves and num_microbatches > 1:
         return WideBackward(backward, halves, num_microbatches)
     return backward

@@ -61,8 +61,8 @@ class Strategy:
     finds_unused: bool = True
     """Whether a loss may leave parameters without a gradient."""
     pads: bool = False
-    """Whether all ranks run the same number of micro-batches: a rank with fewer runs another
-    rank's."""
+    """Whether all ranks run the same number of micro-batches. A rank with fewer then also runs a
+    micro-batch of another rank."""
     leaves_gradients: bool = True
     """Whether the backward leaves gradients in `.grad`. A DeepSpeed engine does not."""
     counts_first: bool = False
@@ -82,7 +82,7 @@ class Strategy:
         self._is_alone = False
         """Whether the checks run trial passes on this rank, without averages over replicas."""
         self.retries = state.world_size > 1 and bool(plan.having("retries"))
-        """Whether a rank may run out of memory, so that all ranks run the batch again."""
+        """Whether all ranks run the batch again if one of them runs out of memory."""
         left_out = {*map(id, plan.left_out())}
         self.in_graph = self.trainable()
         """The parameters that the graph of a loss may contain."""
@@ -100,7 +100,7 @@ class Strategy:
         self.owners = tuple([(names.get(id(each), ""), each) for each in self.trained])
         """Name and parameter of each entry of `trained`."""
         self._always = torch.ones((), dtype=torch.bool, device=state.device)
-        """Value of `applied` if no function decides about the update."""
+        """The value of `applied` in the report if every update is applied."""
         self.layout = Layout(
             loss_dtype(self.trained), is_sum=plan.reduction == "sum", terms=plan.terms
         )
@@ -116,14 +116,13 @@ class Strategy:
         self.parameters = TrainedParameters(plan)
         self._settles = type(self).settle is not Strategy.settle
         self.awaits_total = False
-        """Whether a forward first waits for the weights of all ranks, and so learns of their
-        errors."""
+        """Whether each rank waits for the weights of all ranks before its first forward. An error
+        that one rank sends with its weight is then raised before any forward."""
         self.reached = Reached(
             plan, self.in_graph, finds_unused=self.finds_unused, is_main=state.is_main
         )
         self.observers = Observers(())
-        """The observers of the step. Observers of the current step see the outcome of each
-        micro-batch."""
+        """The observers of the step. `run` passes them the outcome of each micro-batch."""
 
     def trainable(self) -> Sequence[nn.Parameter]:
         """Return the parameters that the graph of a loss may contain."""
@@ -132,7 +131,7 @@ class Strategy:
     def gradients(
         self, plan: Plan, state: DistState, batch: Any
     ) -> tuple[DistState, Grads, Report]:
-        """Compute the gradient of the exact mean over the global batch, and its report."""
+        """Compute the gradient of the exact mean over the global batch, and the report of the batch."""
         try:
             with self.sharing(state):
                 mean, parts, weights = self._begin(plan, state, batch)
@@ -191,7 +190,7 @@ class Strategy:
     def run(
         self, plan: Plan, state: DistState, mean: GlobalMean, parts: Parts, weights: Weights
     ) -> None:
-        """Run all forwards and backwards; the last backward averages over the ranks."""
+        """Run all forwards and backwards. Without retries, the last backward averages over the ranks."""
         every = [*zip(parts, weights, strict=True)]
         # With `retries`, a rank may run out of memory. So no backward averages gradients over the
         # ranks: they are averaged once all ranks have voted.
@@ -255,7 +254,7 @@ class Strategy:
             raise PeerOutOfMemoryError(failures)
 
     def outputs(self, plan: Plan, state: DistState, part: Any, weight: Weight) -> Outcome:
-        """Return a micro-batch's loss and metrics. Without gradients, ranks do not wait."""
+        """Return a micro-batch's loss and metrics. Without gradients, call `loss_module`."""
         shares = torch.is_grad_enabled() and not self._is_alone
         module = self.module if shares else self.loss_module
         outcome: Outcome
@@ -271,7 +270,7 @@ class Strategy:
         return outcome
 
     def can_run(self, plan: Plan, part: Any) -> bool:
-        """Return whether the strategy can run such a micro-batch; if not, the step raises why."""
+        """Return whether the strategy can run this micro-batch. A step would raise the reason."""
         return True
 
     def evaluating(
@@ -281,7 +280,7 @@ class Strategy:
         return _NOTHING if state.world_size == 1 else main_buffers(plan.model, state, function)
 
     def sharing(self, state: DistState) -> AbstractContextManager[Any]:
-        """Return a context for a batch's forwards and backwards, with gradients or without."""
+        """Return the context in which all forwards and backwards of a batch run."""
         return _NOTHING
 
     def pad(
@@ -329,7 +328,7 @@ class Strategy:
         return global_norm(tensors)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
-        """Decide on the update and transform gradients, with all collectives and checks."""
+        """Decide on the update and transform gradients; all collectives and checks of an update are here."""
         return prepare(plan, state, grads, report)
 
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
@@ -417,16 +416,17 @@ class PaddingStrategy(Strategy):
         self.ranks = over(state)
         """The ranks that run the same number of micro-batches."""
         self.begin_pass: Callable[[bool, int], None] = _nothing
-        """Called with a flag, whether gradients are computed, and with the number of
-        micro-batches on every rank."""
+        """A function that `pad` calls. It gets a flag, whether gradients are computed, and the
+        number of micro-batches that every rank will run."""
 
     def pad(
         self, state: DistState, mean: GlobalMean | None, parts: Parts, weights: Weights
     ) -> tuple[Parts, Weights]:
         """Add micro-batches, so that every rank runs the same number.
 
-        A rank with fewer micro-batches, or with none that has a weight, runs a micro-batch of
-        another rank with weight 0. Its gradient is then zero, if it is finite on that rank.
+        A rank with fewer micro-batches, or with none that has a weight, runs a copy of another
+        rank's micro-batch, with weight 0. The copy adds zeros to the gradient if its own gradient
+        is finite.
 
         Cost: one small collective; a broadcast of a micro-batch if a rank needs one.
         """
@@ -470,11 +470,11 @@ class PaddingStrategy(Strategy):
 
 
 def _nothing(with_gradients: bool, num_microbatches: int) -> None:
-    """Do nothing: the default for strategies that do not count passes."""
+    """Do nothing. This is the default of `PaddingStrategy.begin_pass`."""
 
 
 def loss_dtype(trained: Sequence[nn.Parameter]) -> torch.dtype:
-    """Return the dtype of sums of losses and metrics: float64 if a trained parameter has it."""
+    """Return the dtype of sums of losses and metrics: float64 if a trained parameter has double precision."""
     wide = any(each.dtype in (torch.float64, torch.complex128) for each in trained)
     return torch.float64 if wide else torch.float32
 

@@ -1,4 +1,4 @@
-"""The user's loss as a module: its terms, metrics and frozen models, in the plan's contexts."""
+"""The user's loss as a module, checks of the values that it returns, and its frozen models."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def kind_of(value: object) -> str:
 
 
 COUNTED = "(sum, count) of "
-"""The prefix of metrics that hold a `(sum, count)` term. Users' metrics have no such names."""
+"""The prefix of the names under which the `(sum, count)` terms of a loss stand among its metrics."""
 
 
 def is_pair(value: object) -> bool:
@@ -105,7 +105,7 @@ def by_count(count: Tensor, factor: float = 1.0) -> Tensor:
 
 
 def divided(pair: Tensor) -> Tensor:
-    """Divide a sum by its count, [2]; return 0 for a count of 0."""
+    """Divide the sum by the count in a tensor (sum, count), [2]; return 0 for a count of 0."""
     total, count = pair.unbind()
     return torch.where(count > 0, total / count, torch.zeros_like(total))
 
@@ -167,7 +167,7 @@ def takes_frozen(fn: Callable[..., Any]) -> bool:
 
 
 def given_frozen(fn: Callable[..., Any], frozen: Mapping[str, nn.Module]) -> Callable[..., Any]:
-    """Bind a plan's frozen models to a function that accepts them; return others unchanged."""
+    """Bind a plan's frozen models to a function that accepts them; return other functions unchanged."""
     return partial(fn, **{_NAME: frozen}) if frozen and takes_frozen(fn) else fn
 
 
@@ -179,7 +179,7 @@ def tensors_of_frozen(plan: Plan) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_frozen(state: DistState, plan: Plan) -> None:
-    """Refuse frozen models without values, with parameters of the model, or on another device."""
+    """Refuse frozen models without values, with parameters of the model, or left on the CPU."""
     trained = {_memory_of(each) for each in plan.model.parameters()} - {None}
     for name, tensor in tensors_of_frozen(plan):
         if tensor.is_meta:
@@ -203,7 +203,10 @@ def check_frozen(state: DistState, plan: Plan) -> None:
 
 
 def freeze_models(state: DistState, plan: Plan) -> None:
-    """Place the frozen models, and stop their training. This may fail on one rank alone."""
+    """Place the frozen models, and switch them to evaluation mode without gradients.
+
+    One rank alone may fail, for example if it runs out of memory.
+    """
     for model in plan.frozen.values():
         for place in plan.place_frozen:
             if place(state, model) is not model:
@@ -234,7 +237,8 @@ def _memory_of(tensor: Tensor) -> tuple[object, int] | None:
 
 T = TypeVar("T")
 Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor] | str]
-"""Metrics by name. Each is a mean, [], a pair (sum, count), or, if it breaks a rule, that rule."""
+"""Metrics by name. Each is a mean, [], or a pair (sum, count). For an invalid metric, the value is
+the rule that it breaks."""
 Outcome = tuple[Tensor, Metrics]
 """The mean loss of a micro-batch, [], or the means of its terms, [terms]; and its metrics. For a
 loss that is `(sum, count)`: the sums, [] or [terms]; `counted_in` finds the sums and counts in
@@ -272,11 +276,11 @@ class LossModule(nn.Module):
         self.refuses_counts = ""
         """The reason why this plan refuses a `(sum, count)` loss; empty if it accepts one."""
         self.joining: Sequence[Node | None] = ()
-        """Graph nodes at which the gradients of all ranks are reduced. The gradients of a
-        left-out term end before them."""
+        """Graph nodes at which gradients are reduced over the ranks. The gradients of a left-out
+        term become zeros before they reach these nodes."""
 
     def forward(self, batch: Any, left_out: Sequence[str] = ()) -> Outcome:
-        """Return the mean loss of a batch; for None, a zero that reaches every parameter.
+        """Return the loss and metrics of a batch; for None, a zero whose backward reaches the parameters.
 
         The gradients of left-out terms are zeros.
         """
@@ -370,9 +374,10 @@ def _empty_zero(parameter: Tensor, sparse: Sequence[Tensor]) -> Tensor:
 
 
 def checked_metrics(metrics: Any, loss: Tensor, terms: Sequence[str] = ()) -> Metrics:
-    """Detach the metrics, so that DDP does not search their graphs for parameters.
+    """Check the metrics, and detach them, so that DDP does not search their graphs for parameters.
 
-    A str marks a metric that breaks a rule: a rank that raised here would raise alone.
+    The value of an invalid metric becomes the rule that it breaks. If this function raised, one
+    rank might raise alone.
     """
     if not isinstance(metrics, Mapping):
         rule = "return metrics as a mapping of names to values beside the loss"

@@ -1,4 +1,4 @@
-"""The mean over the global batch: sums of weights, losses and metrics; shares of micro-batches."""
+"""The mean over the global batch, from sums of weights, losses and metrics over the ranks."""
 
 from __future__ import annotations
 
@@ -41,23 +41,25 @@ class Layout:
     ) -> None:
         self.dtype = dtype
         self.is_sum = is_sum
-        """Whether a loss is a sum over its items. The step then adds losses without weights."""
+        """Whether a loss is a sum over its items. The step then adds up losses as they are, without
+        weights."""
         self.terms = terms
         """The names of the loss's terms, whose means are one tensor, [terms]. Empty if the loss
         is one mean, []."""
         self.sizes = sizes
-        """Numbers per metric: 1 for a mean, 2 for (sum, count). None until a batch has had
-        items."""
+        """How many numbers each metric has: 1 for a mean, 2 for (sum, count). None until a batch
+        has had items."""
         self.counts: tuple[str, ...] | None = None
         """The names of the `(sum, count)` terms; () for a loss of means. None if this is not
         known yet."""
         self.finish: Mapping[str, Callable[[Mapping[str, Tensor]], Any]] = {}
         """Functions of the means of a step, by name. Their values are metrics too."""
         self.predicts = True
-        """Whether a backward may start from a weight that is corrected later."""
+        """Whether backwards may use a predicted weight of the batch, which the end of the step
+        corrects."""
         self.last_total: Weight = ()
         """The weight of the last global batch that a step has trained on. `PredictedMean`
-        expects the same weight again."""
+        predicts the same weight for the next batch."""
         self.pending_error: LossError | None = None
         """An error that all ranks raise in the next step."""
 
@@ -104,7 +106,8 @@ class Layout:
     def settle(self, state: DistState, sums: Sequence[MetricSums]) -> LossError | None:
         """Fix the metric names in the first batch with items; return an error if metrics differ.
 
-        With one rank, this raises the error. In the first batch with items, all ranks raise it.
+        With one rank, raise the error instead. In the first batch with items, raise it on all
+        ranks.
         """
         wrong = next((each.wrong for each in sums if each.wrong), "")
         found = [each.sizes for each in sums if each.sizes is not None]
@@ -135,7 +138,10 @@ class Layout:
         return expected
 
     def means(self, values: Mapping[str, Tensor], total: Weight, like: Tensor) -> dict[str, Tensor]:
-        """Compute the means from the sums over all ranks; nan if the count is 0."""
+        """Compute the metrics' means from the sums over all ranks; nan if nothing was counted.
+
+        The result also has the sums and counts of the loss, if it returns them.
+        """
         nothing = like.new_full((), torch.nan)
         means = {
             name: _mean(values[name]) if total and name in values else nothing
@@ -150,7 +156,7 @@ class Layout:
         return {name: values[name] if name in values else like.new_zeros(2) for name in names}
 
     def vector(self, values: Mapping[str, Tensor], like: Tensor, *, is_wrong: bool) -> list[Tensor]:
-        """List the sums by name order: 0 if this rank has none, nan if its metrics differ."""
+        """List this rank's sums in the order of names: 0 if a sum is missing, nan if its metrics differ."""
         missing = torch.nan if is_wrong else 0.0
         held: Mapping[str, Tensor] = {} if is_wrong else values
         return [
@@ -208,7 +214,7 @@ def _mean(value: Tensor) -> Tensor:
 
 
 class MetricSums:
-    """Sums of micro-batches' metrics; a mean is first multiplied by its factor."""
+    """Adds up the metrics of micro-batches; a mean is first multiplied by its micro-batch's factor."""
 
     wrong: str = ""
     """The reason why these metrics cannot be added up; empty if they can."""
@@ -217,13 +223,13 @@ class MetricSums:
         self.sizes = sizes
         """How many numbers each metric has, 1 or 2; None before the first micro-batch with items."""
         self._means: Tensor | None = None
-        """[means], in the order of their names."""
+        """The sums of metrics that are means, [means], in the order of their names."""
         self._pairs: Tensor | None = None
-        """[pairs, 2], in the order of their names."""
+        """The sums of metrics that are pairs, [pairs, 2], in the order of their names."""
 
     @property
     def found(self) -> dict[str, Tensor] | None:
-        """Return the sums by name, [1] or [2]; None before the first micro-batch that counts."""
+        """Return the sums by name, [1] or [2]; None before the first micro-batch with items."""
         if self.sizes is None:
             return None
         means = iter(() if self._means is None else torch.split(self._means, 1))
@@ -233,8 +239,8 @@ class MetricSums:
     def add(self, metrics: Metrics, factor: float | Tensor, like: Tensor) -> None:
         """Add the metrics of a micro-batch, in the dtype and on the device of `like`.
 
-        Means are multiplied by the factor. A loss with several terms has no metrics that are means:
-        `LossModule` marks them.
+        Means are multiplied by the factor. There are none beside a loss with several terms:
+        `LossModule` replaces them by the rule that they break.
 
         Cost: a few operations, for any number of metrics.
         """
@@ -286,7 +292,7 @@ def _differing(expected: Mapping[str, int], found: Mapping[str, int]) -> str:
 
 
 def differing_elsewhere(layout: Layout) -> LossError:
-    """Return the error for a rank whose own metrics are valid."""
+    """Return the error that a rank with valid metrics raises if another rank has different ones."""
     kinds, every = ("terms and metrics", "all") if layout.terms else ("metrics", "all metrics")
     return LossError(
         f"step: loss_fn must return the same {kinds} in every step and on every rank, got others on "
@@ -295,7 +301,7 @@ def differing_elsewhere(layout: Layout) -> LossError:
 
 
 NUM_FACTS = 4
-"""How many numbers a step's message has between the terms and the metrics."""
+"""The number of entries between the terms and the metrics in a message of a step to other ranks."""
 _PACK = 1 << 21
 """A number that is more than twice the number of micro-batches of a rank."""
 
@@ -329,7 +335,8 @@ class GlobalMean:
     is_evenly_split = False
     calls_collectives = False
     correction = 1.0
-    """Once the total is known: the factor that corrects gradients of a predicted total; else 1."""
+    """The factor that corrects gradients which were computed with a predicted total weight. It is 1
+    until the total is known, and if the prediction was right."""
 
     def __init__(
         self,
@@ -357,7 +364,8 @@ class GlobalMean:
         self.layout = layout
         self._num_ranks = 1
         self._factor: tuple[Weight | None, Weight] = (None, ())
-        """On one rank: the last weight and its share, which is also the factor of its loss."""
+        """With one rank: the weight of the newest micro-batch, and its share, by which the loss of
+        the micro-batch is multiplied too."""
         self._failure = failure
         self._metrics = MetricSums()
         self._pending: list[primitives.Pending | primitives.PendingTotal] = []
@@ -366,7 +374,8 @@ class GlobalMean:
         """The total by which weights are divided; None until it has arrived."""
         self.num_microbatches = len(weights)
         self.is_open = False
-        """With a `(sum, count)` loss: whether gradients are those of the sum, not divided yet."""
+        """With a `(sum, count)` loss: whether backwards compute gradients of the sum, which are
+        divided by the count at the end of the step."""
         self.of_ranks: list[tuple[bool, int]] = []
         """With several ranks, once the total is known: for each rank, whether its batch has a
         weight > 0, and its number of micro-batches."""
@@ -445,7 +454,7 @@ class GlobalMean:
         return self._total
 
     def _facts_of_ranks(self) -> np.ndarray[Any, Any]:
-        """Return weights, packed facts and rows of each rank, [ranks, ...], once they arrived."""
+        """Return the `_facts` that have arrived from each rank, in the first columns of [ranks, numbers]."""
         assert isinstance(self._weights, primitives.PendingTotal)
         return self._weights.ranks
 
@@ -489,7 +498,7 @@ class GlobalMean:
             self._metrics.sizes = {}
 
     def send(self) -> None:
-        """Start the sum over the ranks, after the last micro-batch was added."""
+        """Start to sum losses and metrics over the ranks. Call this after the last `add`."""
         if self._metrics.sizes or self._metrics.wrong or self.layout.sizes != {}:
             self._settle_metrics()
         if self._num_ranks > 1:
@@ -502,7 +511,7 @@ class GlobalMean:
         if not several:
             return
         if error:
-            # Mark the error in the sum, in which the other ranks notice it. On an accelerator, the
+            # Mark the error in the sum, so that the other ranks notice it. On an accelerator, the
             # host would have to wait for the sum, so all ranks raise in the next step instead.
             self._failure, self._sums[self._num_terms] = error, 1
             layout.pending_error = None if self._sums.is_cpu else error
@@ -535,7 +544,7 @@ class GlobalMean:
         return self.layout.report(mean, total, metrics=metrics).loss
 
     def agree_on_counts(self, found: tuple[str, ...] | None) -> None:
-        """In the first batch, send ranks without items whether the loss is sums and counts."""
+        """In the first batch, let ranks without items know whether the loss is `(sum, count)`."""
         weighing = [weighs for weighs, _ in self.of_ranks[data_places(self._state)]]
         if all(weighing) or not any(weighing):
             self.layout.counts = found
@@ -568,7 +577,7 @@ class GlobalMean:
 
 
 def checked_total(total: Weight, failure: Exception | None) -> Weight:
-    """Return the total, as ints if that is exact; raise if a rank could not count its part."""
+    """Return the total as exact ints where possible; raise if a rank could not count its batch."""
     if failure is not None:
         raise failure
     counts = tuple(map(_checked, total))
