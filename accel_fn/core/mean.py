@@ -454,7 +454,7 @@ class GlobalMean:
         return self._total
 
     def _facts_of_ranks(self) -> np.ndarray[Any, Any]:
-        """Return the `_facts` that have arrived from each rank, in the first columns of [ranks, numbers]."""
+        """Return the numbers that all ranks have sent, [ranks, numbers]; each row begins with `_facts`."""
         assert isinstance(self._weights, primitives.PendingTotal)
         return self._weights.ranks
 
@@ -544,7 +544,10 @@ class GlobalMean:
         return self.layout.report(mean, total, metrics=metrics).loss
 
     def agree_on_counts(self, found: tuple[str, ...] | None) -> None:
-        """In the first batch, let ranks without items know whether the loss is `(sum, count)`."""
+        """Exchange, in the first batch, whether the loss is `(sum, count)`.
+
+        A rank without items cannot find this out by itself.
+        """
         weighing = [weighs for weighs, _ in self.of_ranks[data_places(self._state)]]
         if all(weighing) or not any(weighing):
             self.layout.counts = found

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from accel_fn.errors import ArgumentError, ArgumentTypeError, check_count, message
 
 AXES = ("pp", "dp", "cp", "tp")
-"""In this order, ranks along the first axis are furthest from each other. Ranks along the last
-axis are neighbours, and exchange most."""
+"""The names of the axes of a mesh, outermost first. Ranks along the first axis are furthest from
+each other. Ranks along the last axis are neighbours, and exchange most."""
 
 
 def mesh_shape(function: str, mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
@@ -41,7 +41,7 @@ def mesh_shape(function: str, mesh: Mapping[str, int], world_size: int) -> dict[
 
 
 def ranks_along(shape: Mapping[str, int], name: str, rank: int) -> range:
-    """Return the ranks that differ from `rank` along one axis only, in the order of that axis."""
+    """Return `rank` and the ranks that differ from it along this axis only, in the axis's order."""
     names = list(shape)
     stride = math.prod(shape[inner] for inner in names[names.index(name) + 1 :])
     first = rank - rank // stride % shape[name] * stride

@@ -25,23 +25,23 @@ def microbatches(
 
     With `with_weightless`, micro-batches that have samples but weight 0 come first.
     """
-    # Split and weigh before placement: the host counts weights without waiting for an accelerator,
-    # and the device holds only one micro-batch at a time.
+    # Split and weigh the batch before it is placed: the host then counts weights without waiting
+    # for an accelerator, and the device holds only one micro-batch at a time.
     split, rows = cut(plan, batch)
     weights = weigh(plan.weight_fn, split)
     if all(weights):
         return split, weights, rows
     counted = [each for each in zip(split, weights, strict=True) if each[1]]
     if with_weightless:
-        # Keep these, since parameters that only weightless micro-batches reach then get a gradient
-        # of zeros, as on one rank, and not None.
+        # Keep micro-batches of weight 0: a parameter that only these reach then gets a gradient of
+        # zeros, as on one rank, and not None.
         weightless = [part for part, weight in zip(split, weights, strict=True) if not weight]
         counted = [*((part, ()) for part in weightless if _has_samples(part)), *counted]
     return [part for part, _ in counted], [weight for _, weight in counted], rows
 
 
 def cut(plan: Plan, batch: Any) -> tuple[Parts, int]:
-    """Return the micro-batches of a batch that have rows, and the total number of rows."""
+    """Split a batch; return its micro-batches, except empty ones of `Samples`, and its number of rows."""
     if batch is None:
         return (), 0
     if type(batch) is FailedBatch:
@@ -70,7 +70,7 @@ def _has_samples(part: Any) -> bool:
 
 
 def _check_split(split: object) -> None:
-    """Refuse a `split` result that is not iterable, or whose items are keys, letters or rows."""
+    """Refuse a result of `split` that is not iterable, or that is a mapping, a string or a tensor."""
     if not isinstance(split, Iterable) or isinstance(split, Mapping | str | Tensor):
         rule = "return a sequence of micro-batches"
         raise BatchError(message("step", "split", rule, type(split).__name__))
@@ -79,9 +79,10 @@ def _check_split(split: object) -> None:
 def microbatches_or_failure(
     plan: Plan, batch: Any, check: Callable[[], None] | None = None, *, retries: bool = False
 ) -> tuple[Parts, Weights, int, Exception | None]:
-    """Call `microbatches`; return its error instead of raising: one rank must not raise alone.
+    """Call `microbatches`; return its error instead of raising it, since one rank must not raise alone.
 
-    A step passes `check`, which checks its parameters. It then gets micro-batches of weight 0 too.
+    A step passes `check`, a check of its parameters. With `check`, the result includes micro-batches
+    of weight 0.
     """
     try:
         if check is not None:

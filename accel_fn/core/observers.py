@@ -91,7 +91,7 @@ class FailedBatch:
 
 
 class Observers:
-    """The observers of a step; it knows which of them watch the current step."""
+    """The observers of a step, and those among them that watch the current step."""
 
     def __init__(self, every: Sequence[Observer]) -> None:
         self.every = tuple(every)
@@ -109,8 +109,8 @@ class Observers:
 
     def before(self, state: DistState, batch: Any) -> Any:
         """Begin a step: return its batch, or a `FailedBatch` if an observer refused it."""
-        # `filter` and `methodcaller` are written in C, so they are fast. Most steps run no more of
-        # an observer than its `wants`.
+        # `filter` and `methodcaller` are written in C, so they are fast. In most steps, `wants` is
+        # the only method of an observer that runs.
         self.due = due = [*filter(methodcaller("wants", state), self.every)]
         self.of_outcomes = [*filter(self._look_at_outcomes.__contains__, due)]
         self.of_updates = [*filter(self._look_at_updates.__contains__, due)]
@@ -135,7 +135,7 @@ class Observers:
             each.on_update(state, grads, report)
 
     def after(self, state: DistState, batch: Any, report: Report) -> None:
-        """End a step, in reverse order: the observer that began first ends last."""
+        """Call `after` of the observers of this step in reverse order: the one that began first ends last."""
         for each in reversed(self.due):
             each.after(state, batch, report)
 

@@ -25,12 +25,13 @@ _OF_PARTS = (
 
 
 class TrainedParameters:
-    """The optimizers' parameters at `build`: a step computes gradients for these alone."""
+    """The parameters of model and optimizers as `build` found them, to detect later changes."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self.known: set[int] | None = None
-        """The ids of the trained parameters, if the strategy refuses replaced ones; else None."""
+        """The ids of the parameters that may require a gradient, if the strategy refuses parameters
+        that replace these; otherwise None."""
         self._optimizers = [*plan.optimizers.values()]
         self._lists = self._parameter_lists()
         self._lengths = [*map(len, self._lists)]
@@ -41,7 +42,7 @@ class TrainedParameters:
         self._found = {*map(id, plan.model.parameters())}
 
     def check(self) -> None:
-        """Refuse parameters that were added since `build`, which would not be trained.
+        """Refuse parameters that were added, replaced or unfrozen since `build`: no step would train them.
 
         Cost: a check of each group, and of each parameter that was frozen.
         """
@@ -82,7 +83,7 @@ class TrainedParameters:
                 )
 
     def explain(self, error: BaseException) -> None:
-        """Raise a clearer error if a forward or backward failed for a known reason."""
+        """Raise a clearer error, or add a note, if a forward or backward failed for a known reason."""
         is_of_sizes = any(
             word in str(error) for word in ("size", "shape", "reduction dim", "unpack")
         )
@@ -129,7 +130,7 @@ def no_graph() -> LossError:
 
 
 def mixed() -> LossError:
-    """Return the error for a loss that computes with parameters that are DTensors."""
+    """Return the error for a loss that mixes DTensor parameters with plain tensors."""
     return LossError(
         "step: loss_fn must use parameters that are DTensors by calling their modules, or whole, got one "
         "that mixes them with plain tensors; call full_tensor() on each"
@@ -145,13 +146,13 @@ def replaced(name: str) -> PlanError:
 
 
 def shares_gradients(state: DistState, plan: Plan) -> bool:
-    """Return whether one backward may give another gradient than the global batch."""
+    """Return whether the gradient of one backward may differ from that of the global batch."""
     averages = state.world_size > 1 and not plan.having("local_gradients")
     return averages or bool(plan.split or plan.having("virtual_ranks"))
 
 
 def check_hooks(function: str, plan: Plan) -> None:
-    """Refuse hooks of parameters, which would see the gradient of each rank and micro-batch."""
+    """Refuse hooks of parameters: they would see gradients of a rank or micro-batch, not of the batch."""
     for name, parameter in plan.model.named_parameters():
         has_hook = parameter._post_accumulate_grad_hooks or hasattr(
             parameter, "_in_backward_optimizers"
@@ -166,7 +167,7 @@ def check_hooks(function: str, plan: Plan) -> None:
 
 
 class Reached:
-    """Finds missing gradients in every step."""
+    """Checks in every step which parameters the loss has given no gradient."""
 
     def __init__(
         self, plan: Plan, reachable: Sequence[nn.Parameter], *, finds_unused: bool, is_main: bool
@@ -179,11 +180,12 @@ class Reached:
         """Whether a loss may leave parameters without a gradient."""
         self._is_main = is_main
         self.unused: list[str] = []
-        """Names of parameters that the loss on one process misses, and for which `wrap_ddp`
-        would wait."""
+        """Names of parameters for which the loss computes no gradient. On several ranks, `wrap_ddp`
+        would wait for these gradients."""
         self._looks_for_unused = finds_unused and bool(plan.having("needs_every_parameter"))
         self._seen: set[tuple[bool, ...]] = set()
-        """The sets of missing gradients that a check has accepted."""
+        """The patterns of missing gradients that a check has accepted: a flag for each trained
+        parameter, True if its gradient was missing."""
 
     def check_gradients(self, grads: Sequence[Tensor | None], weighs: bool) -> None:
         """Check the gradients of a step: the loss may miss some parameters, but not all."""
@@ -197,7 +199,7 @@ class Reached:
                 self._note_unused()
 
     def _note_unused(self) -> None:
-        """On one process, warn once about parameters that the loss misses; on several, DDP would wait."""
+        """Warn once about parameters without a gradient, for which DDP would wait on several ranks."""
         self.unused = [*self._missed()]
         if self.unused and self._is_main:
             warn_user(

@@ -22,7 +22,7 @@ from accel_fn.errors import ArgumentError, ArgumentTypeError, message
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Take a module out of DDP and `torch.compile`, which prefix its keys."""
+    """Return the module inside wrappers that prefix its keys: DataParallel, DDP and `torch.compile`."""
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = cast("nn.Module", model.module)
@@ -282,7 +282,7 @@ class Plan(Generic[Batch]):
         return [each for each in self.entries() if trait in getattr(each, "traits", ())]
 
     def left_out(self) -> list[nn.Parameter]:
-        """Return the parameters that no update changes; they need no gradient."""
+        """Return the parameters that slot functions, such as that of `freeze`, exclude from training."""
         made = [each for each in self.entries() if isinstance(each, SlotFunction)]
         return [parameter for each in made for parameter in each.left_out(self)]
 

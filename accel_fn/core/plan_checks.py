@@ -57,7 +57,7 @@ def check_plan(state: DistState, plan: Plan) -> None:
 
 
 def _check_model(plan: Plan) -> None:
-    """Refuse a model that ZeRO or an engine of DeepSpeed holds, or that is cut into stages."""
+    """Refuse a model whose parameters DeepSpeed manages already, or that is cut into pipeline stages."""
     if is_born_sharded(plan.model):
         raise PlanError(
             "build: model must be made outside of deepspeed.zero.Init, got parameters that are in shards "
@@ -114,7 +114,7 @@ def leave_out_one(entries: Sequence[Any]) -> str:
 
 
 def check_parameters(plan: Plan) -> None:
-    """Refuse a model with nothing to train, and an optimizer of other parameters."""
+    """Refuse lazy parameters, a model or optimizer with nothing to train, and foreign parameters."""
     lazy = next((name for name, p in plan.model.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
         raise PlanError(
@@ -188,7 +188,7 @@ def _check_world(state: DistState, plan: Plan) -> None:
 
 
 def _check_mesh(state: DistState, plan: Plan) -> None:
-    """On a mesh with axes beside `dp`, refuse transforms that need different rows on every rank."""
+    """If ranks are along other axes than `dp`, refuse transforms that do not support such a mesh."""
     if state.data.world_size == state.world_size:
         return
     for each in (fn for trait in _WITHOUT_MESH for fn in plan.having(trait)):
@@ -221,9 +221,10 @@ def check_row_norms(model: nn.Module) -> None:
 
 
 def _check_frequencies(state: DistState, plan: Plan) -> None:
-    """Refuse embeddings with `scale_grad_by_freq` if the batch is cut.
+    """Refuse embeddings with `scale_grad_by_freq` if ranks or micro-batches share a batch.
 
-    Each part would scale its gradients by how often a row occurs in this part, not in the batch.
+    Each part of the batch would scale gradients by how often an index occurs in this part, and not
+    in the batch.
     """
     is_cut = state.world_size > 1 or in_microbatches(plan)
     for name, module in plan.model.named_modules() if is_cut else ():
@@ -236,7 +237,7 @@ def _check_frequencies(state: DistState, plan: Plan) -> None:
 
 
 def check_precision(state: DistState, model: nn.Module) -> None:
-    """Refuse to scale the loss of parameters that are float16 themselves."""
+    """Refuse a loss scale for a model that trains parameters in float16."""
     halves = [
         name for name, p in model.named_parameters() if p.dtype == torch.float16 and p.requires_grad
     ]

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def bytes_of(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as bytes, [num_bytes], uint8, in the same memory.
 
-    A tensor of one element is contiguous whatever its strides, which `view` would keep.
+    Set the strides first: a tensor of one element counts as contiguous with any strides, and `view`
+    refuses some of them.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -82,13 +83,13 @@ def default_backend(device: torch.device, backend: str | None) -> str:
 
 
 def has_backend(device: torch.device) -> bool:
-    """Return whether a backend supports such devices. For MPS, torch names Gloo, which does not."""
+    """Return whether a backend supports such devices. torch names Gloo for MPS, but Gloo cannot use MPS."""
     name = dist.Backend.default_device_backend_map.get(device.type, "")
     return device.type in dist.Backend.backend_capability.get(name, ())
 
 
 def device_backend(group: ProcessGroup) -> Any:
-    """Return the backend for which an accelerator queues collectives; None if Gloo runs all."""
+    """Return the backend of a group's collectives on accelerators; None if Gloo runs all collectives."""
     devices = [each for each in group._device_types if each.type != "cpu"]
     backends = [group._get_backend(each) for each in devices]
     own = next((each for each in backends if each.name() != dist.Backend.GLOO), None)
@@ -119,8 +120,8 @@ def current_world() -> tuple[int, int] | None:
 Work = dist.Work
 
 _NUMBERS_BYTES, _NAME_BYTES = 40, 24
-"""Bytes in a head for up to five numbers (more, if all ranks have the same number of them), and
-for the name of the collective."""
+"""The sizes of the two parts of a head, a message of `_Heads`: up to five numbers, and the name of
+the collective. There may be more numbers if all ranks send equally many."""
 _UNWATCHED = nullcontext()
 
 
@@ -327,7 +328,7 @@ def broadcast(tensor: Tensor, state: DistState, source: int, function: str) -> N
 
 
 def send(tensor: Tensor, state: DistState, rank: int, tag: int, function: str) -> Work:
-    """Start to send a host `tensor` to `rank`; keep the tensor until the work is done."""
+    """Start to send a host `tensor` to `rank`. The caller must keep the tensor until the work is done."""
     return group_of(state, function).send([tensor], rank, tag)
 
 

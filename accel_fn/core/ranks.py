@@ -34,7 +34,7 @@ class Ranks:
     """The name of the public function that the ranks run, for errors and hang reports."""
     axes: Sequence[DistState]
     is_mesh: bool = True
-    """Whether each combination of places along the axes has a rank."""
+    """Whether each combination of places along the axes belongs to exactly one rank."""
 
     @classmethod
     def of(cls, function: str, tensors: Iterable[Tensor]) -> Ranks:

@@ -42,7 +42,7 @@ class Report:
     counts: Mapping[str, Tensor] = field(default_factory=dict)
     extras: Mapping[str, Any] = field(default_factory=dict)
     _verdict: Tensor | None = field(default=None, repr=False)
-    """The value that `verdict_of` returns. None means `applied`."""
+    """The value that `verdict_of` returns. If it is None, `verdict_of` returns `applied`."""
 
 
 def verdict_of(report: Report) -> Tensor:

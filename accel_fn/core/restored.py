@@ -1,4 +1,4 @@
-"""Restore what a forward may change: generators, buffers, modes and replaced forwards."""
+"""Seed and restore random generators; restore buffers, modes and forwards of modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from accel_fn.core.state import DistState, check_state, step_name
 from accel_fn.errors import check_equal, check_flag
 
 GENERATORS = threading.RLock()
-"""Held while generators are seeded and restored: simulated ranks are threads that share them."""
+"""The lock for code that seeds generators and restores them later. Simulated ranks are threads,
+which share the generators of their process."""
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def seed_all(state: DistState, *, per_rank: bool = True) -> None:
 
 
 def key_random(state: DistState, slot: int) -> None:
-    """Seed all generators from (seed, position, slot), for a part of the batch on any rank."""
+    """Seed all generators from (seed, position, slot), for a slice of the batch on whichever rank has it."""
     _seed(f"accel_fn {state.seed} {_position(state)} slot {slot}", state.device)
 
 
@@ -247,7 +248,8 @@ def in_train_mode(optimizers: Iterable[Any]) -> list[Any]:
 def in_eval_mode(optimizers: Iterable[Any]) -> Iterator[None]:
     """Switch optimizers that are in train mode to eval mode, and back at the end.
 
-    Each switch rounds the parameters once. A resumed run switches as often, so its saves are equal.
+    Each switch rounds the parameters once. A resumed run switches as often as an uninterrupted run,
+    so both save equal parameters.
     """
     training = in_train_mode(optimizers)
     try:

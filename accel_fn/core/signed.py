@@ -1,4 +1,4 @@
-"""Pickles between ranks, signed with the token of the run: a rank never unpickles forged bytes."""
+"""Sign pickles with the token of the run, if it has one, so that ranks unpickle no forged bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def signed(data: bytes, about: str = "") -> bytes:
 
 
 def verified(data: bytes, function: str, about: str = "") -> bytes:
-    """Return the data without signature; raise a WorldError if no rank of this run signed it."""
+    """Check and remove the signature of `signed`; raise a WorldError if no rank of this run made it."""
     token = run_token()
     if not token:
         return data

@@ -22,7 +22,7 @@ _SPLIT = "give accumulate a split"
 
 
 def part_sizes(num_rows: int, num_parts: int) -> list[int]:
-    """Return sizes of consecutive parts of `num_rows`, even to one row, larger ones first."""
+    """Return the sizes of consecutive parts of `num_rows`. They differ by at most one, larger ones first."""
     size, extra = divmod(num_rows, num_parts)
     return [size + 1] * extra + [size] * (num_parts - extra)
 
@@ -213,12 +213,15 @@ def take_part(batch: Any, index: int, num_parts: int) -> Any:
 
 
 def interleaved_parts(batch: Any, num_parts: int) -> Sequence[Any]:
-    """Cut a batch into parts, each of every `num_parts`-th sample. Errors as in `split_batch`."""
+    """Cut a batch into parts, each with every `num_parts`-th sample.
+
+    It refuses the same batches as `split_batch`.
+    """
     return _InterleavedSplit(part_sizes(count_samples(batch), num_parts), "step").parts_of(batch)
 
 
 class _InterleavedSplit(_RowSplit):
-    """A split that deals the rows to the parts in turn."""
+    """A split that gives one row to each part in turn, instead of consecutive rows."""
 
     def _slices(self, rows: Any) -> list[Any]:
         return [rows[first :: len(self.sizes)] for first in range(len(self.sizes))]

@@ -1,4 +1,4 @@
-"""The state of a run, from step to step: its place in the world, its position, its loss scale."""
+"""The state that a rank passes from step to step: its place in the world, position and loss scale."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Axis(NamedTuple):
 
 
 class Watchdog(Protocol):
-    """The interface of `parallel.watchdog` for a state: it prints a report if ranks hang."""
+    """The interface of the watchdog in `parallel.watchdog`, which prints a report if ranks hang."""
 
     @property
     def has_lost_rank(self) -> bool:

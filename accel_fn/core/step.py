@@ -44,9 +44,10 @@ from accel_fn.errors import (
 
 
 class Stages:
-    """The stages of a step, in order. A `compile_step` function may replace the call.
+    """The stages of a step: compute gradients, prepare the update, apply it.
 
     An error in the first two stages leaves parameters, optimizers and stateful functions unchanged.
+    A `compile_step` function may replace `__call__`.
     """
 
     def __init__(self, plan: Plan, strategy: Strategy) -> None:
@@ -91,11 +92,11 @@ class Step(Generic[Batch]):
     observers: Observers
     """The checks, loggers and other observers of the step."""
     _before: Sequence[Callable[[DistState, Any], None]]
-    """The `before_step` methods of `after_update` functions, which track the position of the
-    run."""
+    """The `before_step` methods of `after_update` functions. They are called as a step begins, with
+    its state and batch."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """Facts of this run: facts of saves and loads; as "newest", the state that the last step
-    began with; and "empty" while the model may lack values."""
+    """Facts about this run. "newest" is the state that the last step began with. "empty" is there
+    while the model may lack values. `save` and `load` store facts of their own."""
 
     def __call__(
         self, state: DistState, batch: Batch, *, advance: bool = True
@@ -352,8 +353,8 @@ def _wrapped(plan: Plan, strategy: Strategy) -> tuple[GradFn, bool]:
     retrying = [each for each in plan.wrap_grad_fn if "retries" in getattr(each, "traits", ())]
     others = [each for each in plan.wrap_grad_fn if each not in retrying]
     for wrap in retrying:
-        # Wrap functions that retry first, inside of `_kept`: they run the same batch again and keep
-        # no gradients, so they need no clones.
+        # Apply functions that retry first, inside of `_kept`: they run the same batch again and
+        # keep no gradients, so they need no clones.
         grad_fn = wrap(grad_fn)
     kept: GradFn = partial(_kept, plan, grad_fn)
     wrapped = kept

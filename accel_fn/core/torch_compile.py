@@ -1,4 +1,4 @@
-"""torch.compile for functions, modules and blocks; keys for changes that torch's guards miss."""
+"""Compile functions and modules by torch.compile; detect changes that torch's guards miss."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _modules_of = itemgetter("_modules")
 class ModuleGuards:
     """The hooks of a module and its submodules, and the methods of their classes.
 
-    torch sets `skip_nnmodule_hook_guards`: if a module was compiled without hooks, its graph also
-    runs after hooks were added, and does not call them. torch's guards check hooks that existed at
-    compile time, and everything else.
+    By default, torch sets `skip_nnmodule_hook_guards`: if a module was compiled without hooks, and
+    hooks are added later, its graph still runs and does not call them. torch's guards notice only
+    changes of hooks that existed at compile time.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -128,7 +128,7 @@ def options_of(mode: str) -> dict[str, Any]:
 
 
 def moving_guards(guards: Sequence[Any]) -> list[bool]:
-    """Select all guards except those on names in accel_fn's and torch's own modules.
+    """Return, for each guard, whether to keep it: all but guards on names in torch and accel_fn.
 
     torch evaluates guards before every run, which takes a large part of a small step. Guards on the
     user's names stay.
@@ -231,7 +231,7 @@ def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_outputs(call: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    """Copy the outputs of `call`: the next run of a CUDA graph overwrites them."""
+    """Make `call` return copies if the mode uses CUDA graphs, whose next run overwrites the outputs."""
     if mode not in CUDA_GRAPHS:
         return call
 

@@ -66,7 +66,7 @@ def run_backward(loss: Tensor, seed: Tensor | None, inputs: Sequence[nn.Paramete
 def gradients_of(
     output: Tensor, inputs: Sequence[Tensor], seed: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Call `torch.autograd.grad(output, inputs, seed, allow_unused=True)`, function modes on."""
+    """Call `torch.autograd.grad(output, inputs, seed, allow_unused=True)`, with function modes still on."""
     found: tuple[Tensor | None, ...] = _engine_run_backward(
         (output,),
         (seed,),
@@ -166,6 +166,6 @@ def checkpoint_frame() -> CheckpointFrame | None:
 
 
 def unwrapped_step(kind: type[Optimizer]) -> Callable[[Optimizer], Any] | None:
-    """Return the step inside torch's wrapper; None if the class has another step."""
+    """Return the step function inside torch's wrapper; None if a class's `step` is not wrapped by torch."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "__code__", None) is _WRAPPER else None

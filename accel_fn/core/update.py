@@ -62,7 +62,7 @@ def prepare(plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepa
 def apply(
     plan: Plan, state: DistState, prepared: Prepared, trained: Sequence[Trained], always: Tensor
 ) -> tuple[DistState, Report]:
-    """Run the optimizers, adjust the loss scale; `always` is `applied` if no function decides."""
+    """Run the optimizers and adjust the loss scale. `always` is `applied` if every update is applied."""
     grads, accepted, report = prepared.grads, prepared.accepted, prepared.report
     verdict = accepted
     if accepted is not None and not (accepted.is_cpu or all(starmap(_reads_on_device, trained))):
@@ -103,10 +103,10 @@ def apply_update(
 ) -> None:
     """Run the optimizer on `factor * tensors`, or not at all if `ok` is False.
 
-    The kernel of a fused optimizer accepts factor and verdict, as with torch's own GradScaler;
-    `run_fused` calls it if torch would do no more than that. For any other optimizer, or one with
-    hooks or a patched step, the gradients are multiplied in place, and the host waits for the
-    verdict. If parameters are on the host, it waits for factor and verdict.
+    The kernel of a fused optimizer takes the factor and `ok`, as with torch's own GradScaler.
+    `run_fused` calls this kernel directly if torch's step would do nothing else. For an optimizer
+    without such a kernel, or with hooks or a patched step, the gradients are multiplied in place,
+    and the host waits for `ok`. If parameters are on the host, the host waits for factor and `ok`.
 
     Args:
         optimizer: its step is called as a user would call it, with its hooks.
@@ -203,7 +203,7 @@ def _can_skip(optimizer: Optimizer) -> bool:
 
 
 def multiply(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply tensors in place. Only an accelerator rounds the factor to half precision first."""
+    """Multiply tensors in place. On an accelerator, round the factor to their common dtype first."""
     if not tensors:
         return
     tensors = [local(each) for each in tensors]

@@ -178,8 +178,8 @@ def labels_at(
     for key in path:
         around, labels = labels, _child(labels, key, path)
     if shift == 1 and isinstance(around, Mapping) and "shift_labels" in around:
-        # A loss uses `shift_labels` instead of the labels: the next label of each token, also at
-        # the end of a block.
+        # If a batch has `shift_labels`, the loss uses these instead of the labels. They hold the
+        # next label of each token, also at the end of a block.
         labels, shift = around["shift_labels"], 0
     if not isinstance(labels, Tensor):
         rule = f"lead to a tensor of labels in the batch, {path!r} does not"
