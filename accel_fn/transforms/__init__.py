@@ -1,1 +1,1 @@
-"""The built-in transforms, one idea per file; each fills slots of a plan and does nothing else."""
+"""The built-in transforms. A transform fills slots of a plan, and does nothing else."""

@@ -24,10 +24,11 @@ from accel_fn.errors import LossError, PlanError, check_flag, message
 from accel_fn.parallel.blocks import Blocks, check_blocks, find_blocks
 
 OURS = "of_checkpoint_activations"
-"""The attribute that marks the hooks of our own checkpoints, since blocks may be nested."""
+"""The attribute that marks the hooks of checkpoints made here. A block inside another one is
+checkpointed again, but a block inside a checkpoint of the model's own is not."""
 
 Buffers = list[tuple[dict[str, Any], str, Tensor]]
-"""Owner, name and tensor of each buffer."""
+"""For each buffer: the `_buffers` dict of its module, its name in this dict, and its tensor."""
 Contents = list[tuple[dict[str, Any], dict[str, Any]]]
 """For each module: the dict of its attributes or of its child modules, and a copy of the dict."""
 Flags = list[tuple[nn.Parameter, bool]]
@@ -35,8 +36,8 @@ Flags = list[tuple[nn.Parameter, bool]]
 _LOOKS = (1, 2, 10, 100)
 """The numbers of the steps that compare the outputs of forward and recomputation."""
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
-"""The difference allowed between two runs, relative to the largest value. Other dtypes allow
-0.02."""
+"""The difference allowed between forward and recomputation, relative to the largest value. For
+other dtypes, it is 0.02."""
 
 
 @transform
@@ -172,7 +173,7 @@ class _Marked(AbstractContextManager[None]):
 
 
 class _Again(_Marked):
-    """Restores a block's buffers, attributes and flags before its recomputation.
+    """Gives a block, during its recomputation, the buffers, attributes and flags of its forward.
 
     torch itself restores the generators. A second backward through the same graph enters this
     context again.
@@ -250,7 +251,7 @@ class _Looks:
         self._newest: tuple[int, int] | None = None
 
     def begin(self, state: DistState) -> None:
-        """Begin a micro-batch."""
+        """Count a step at its first micro-batch, and decide whether to compare its outputs."""
         position = state.step, state.call
         if position != self._newest:
             self._newest = position

@@ -173,7 +173,7 @@ class Average:
         self._averaged = {
             name: each
             for name, each in self._model.named_parameters()
-            if each.is_floating_point() or each.is_complex()  # codes and masks have no mean
+            if each.is_floating_point() or each.is_complex()  # integers have no useful mean
         }
         self._means = {n: _wide(each.detach()).clone() for n, each in self._averaged.items()}
         self._is_waiting = is_empty(plan.model)
@@ -226,7 +226,7 @@ class Average:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Copy the means into the model, if there are any; restore its parameters at the end."""
+        """Copy the means into the model if it has been updated; restore its tensors at the end."""
         if self._is_shown:
             raise StateError(
                 "averaged: step must not be within averaged(step) already, got it twice"
@@ -244,15 +244,15 @@ class Average:
             self._is_shown = False
 
     def check_saved(self) -> None:
-        """Refuse to save means instead of the parameters."""
+        """Refuse a save inside `averaged`, which would store means instead of the parameters."""
         self._check_own("save")
 
     def check_followed(self) -> None:
-        """Refuse to build a next step, which would begin with means instead of the parameters."""
+        """Refuse a `build` inside `averaged`: its step would begin with means, not with the parameters."""
         self._check_own("build")
 
     def check_loaded(self) -> None:
-        """Refuse to load parameters, which the end of the context would overwrite."""
+        """Refuse a load inside `averaged`, since the end of this context would overwrite the parameters."""
         self._check_own("load")
 
     def _check_own(self, function: str) -> None:
@@ -301,7 +301,7 @@ class AverageSlot(Stateful):
 
 
 def exponential(num_updates: int, *, decay: float) -> float:
-    """Return the weight of the newest parameters in the exponential average after these updates."""
+    """Return the weight of the newest parameters in an exponential average of `num_updates` earlier ones."""
     return 1 - decay if num_updates else 1.0
 
 
@@ -319,5 +319,5 @@ def following(num_updates: int, *, decay_fn: DecayFn) -> float:
 
 
 def uniform(num_updates: int) -> float:
-    """Return the weight of the newest parameters in the uniform average after these updates."""
+    """Return the weight of the newest parameters in a uniform average with `num_updates` earlier ones."""
     return 1 / (num_updates + 1)

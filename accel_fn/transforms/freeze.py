@@ -79,7 +79,7 @@ class ForGood(SlotFunction):
     """Excludes parameters from the backward, so that their gradients are never computed."""
 
     def left_out(self, plan: Plan) -> list[nn.Parameter]:
-        """Return these parameters; the strategy does not pass them to the autograd engine."""
+        """Return the frozen parameters. The strategy does not pass them to the autograd engine."""
         names = self.keywords["names"]
         return [
             each
@@ -89,7 +89,7 @@ class ForGood(SlotFunction):
 
 
 def unchanged(grad_fn: GradFn, *, names: Sequence[str]) -> GradFn:
-    """Return the gradient function unchanged, since the strategy leaves these parameters out."""
+    """Return `grad_fn` unchanged, since the strategy computes no gradients of the frozen parameters."""
     return grad_fn
 
 
@@ -147,8 +147,8 @@ class Thawing:
         if self._updates.value + 1 < self._until:
             assert report.applied is not None
             self._updates.add(report.applied)
-            # One verdict may still be on the device. If the update of this verdict was applied, the
-            # next update may be number `until`. In this case, wait for the verdict.
+            # Only the device may know whether the newest update was applied. Wait for its answer if
+            # the next update may be number `until`.
             if self._updates.value + 2 >= self._until:
                 self._updates.read()
             self._open()

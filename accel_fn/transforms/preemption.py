@@ -60,7 +60,7 @@ class Preemption:
         self._transform = named(fill(should_stop=SlotFunction(self.asked)), "Preemption()")
 
     def __call__(self, plan: Plan) -> Plan:
-        """Return the plan; its steps report a signal to any rank."""
+        """Return a plan whose steps report a stop on all ranks if any rank got a signal."""
         return self._transform(plan)
 
     def __enter__(self) -> Preemption:

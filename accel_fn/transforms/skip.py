@@ -134,7 +134,8 @@ class FiniteNorm:
         self._answers = torch.tensor(False), torch.tensor(True)
 
     def __call__(self, state: DistState, grads: Grads) -> Tensor:
-        # If the last update was prepared but not applied, drop the value that was kept for it.
+        # If the last update was prepared but not applied, drop its count, which is still on its way
+        # to the host.
         if self._pending:
             self._delayed.last()
         norm, name = grads.norm(), step_name(state.step + 1, state.call)
@@ -178,7 +179,7 @@ class FiniteNorm:
             setattr(self, f"_{name}", each.tolist())
 
     def commit(self) -> None:
-        """Take over the counts of this update; *apply* calls this when nothing can raise."""
+        """Store the new values of this update. `apply` calls this after the optimizers have run."""
         vars(self).update(self._pending)
         self._pending = {}
 
@@ -206,7 +207,7 @@ class FiniteNorm:
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """Restore the state of a checkpoint."""
-        # Drop a pending value: the run before this load has made it.
+        # Drop a pending count, since it is of the run before this load.
         self._delayed.last()
         self._norm_before = None
         for name in self.state_dict():

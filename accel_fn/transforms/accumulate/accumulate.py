@@ -101,13 +101,16 @@ class WindowSlot(SlotFunction):
 
 
 class RetrySlot(Stateful):
-    """A slot function that may repeat a batch, so strategies vote before they average gradients."""
+    """A slot function of `accumulate("auto")`.
+
+    Because of its trait, strategies exchange failures before they average gradients.
+    """
 
     traits = frozenset({"retries"})
 
 
 def one_microbatch(state: DistState) -> DistState:
-    """Return the state unchanged: `explain` shows this function, and a step pays nothing for it."""
+    """Return the state unchanged. `explain` prints this function, to show the setting of the launch."""
     return state
 
 

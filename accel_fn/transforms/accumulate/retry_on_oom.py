@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class FittingSplit:
-    """Cuts a batch into as many micro-batches as a world of this size has needed so far."""
+    """Cuts a batch into `num_parts` micro-batches; `RetryOnOOM` doubles this number on each OOM."""
 
     def __init__(self, state: DistState, plan: Plan) -> None:
         self.num_parts = 1
@@ -46,8 +46,8 @@ class FittingSplit:
 class RetryOnOOM:
     """Repeats a batch in twice as many micro-batches if memory runs out on any rank.
 
-    The batch starts again from the same buffers and random generators. The strategy votes before
-    any rank averages gradients.
+    The batch starts again from the same buffers and random generators. The strategy exchanges
+    failures before any rank averages gradients, so all ranks repeat the batch.
     """
 
     traits = frozenset({"retries"})
@@ -70,7 +70,7 @@ class RetryOnOOM:
         return retried
 
     def signature(self) -> str:
-        """Return an empty text: a checkpoint need not compare the number of micro-batches."""
+        """Return an empty text, so that a checkpoint does not compare the number of micro-batches."""
         return ""
 
     def _run(

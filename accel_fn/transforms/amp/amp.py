@@ -173,7 +173,7 @@ def compute_dtype(plan: Plan | Step) -> torch.dtype:
 
 
 def without_autocast(state: DistState) -> DistState:
-    """Return the state unchanged: `explain` shows this function, and a step pays nothing for it."""
+    """Return the state unchanged. `explain` prints this function, to show the setting of the launch."""
     return state
 
 

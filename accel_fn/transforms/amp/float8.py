@@ -60,7 +60,7 @@ def torchao() -> Any:
 
 
 def fitting(model: nn.Module, skip: Blocks) -> list[nn.Linear]:
-    """Select the linear layers outside of `skip` whose sizes fit kernels for float8."""
+    """Select the plain linear layers outside of `skip` whose sizes fit kernels for float8."""
     skipped = modules_in(model, skip, "with_amp(skip)")
     return [
         each
@@ -88,7 +88,7 @@ def in_float8(state: DistState, plan: Plan, *, skip: Blocks) -> ContextFn:
 
 
 def _twin(layer: nn.Linear, emulated: bool) -> nn.Module:
-    """Make torchao's layer of the same shape, on the meta device: `_run` calls it with our parameters."""
+    """Make torchao's layer of the same shape, on the meta device; `_run` gives it `layer`'s parameters."""
     float8 = torchao()
     has_bias = layer.bias is not None
     plain = nn.Linear(layer.in_features, layer.out_features, has_bias, device="meta")
@@ -98,7 +98,7 @@ def _twin(layer: nn.Linear, emulated: bool) -> nn.Module:
 
 
 def _run(layer: nn.Linear, twin: nn.Module, inputs: Tensor) -> Tensor:
-    """Run torchao's layer with the parameters of our layer, in the dtype of autocast."""
+    """Run torchao's layer with the parameters of `layer`, in the dtype of autocast."""
     kind = inputs.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
     parameters = {

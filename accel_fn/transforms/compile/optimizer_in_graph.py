@@ -168,7 +168,7 @@ def _nothing(self: Any) -> None:
 def gradients_of(
     loss: Tensor, seed: Tensor | None, parameters: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Compute gradients in one operation of a graph; None for parameters that the loss lacks."""
+    """Compute gradients in one operation of a graph; None for parameters that the loss does not reach."""
     gradients = torch.autograd.grad(loss, parameters, seed, allow_unused=True)
     if all(each is None for each in gradients):
         raise LossError(
@@ -285,7 +285,7 @@ def _compare(trial: Optimizer, device: torch.device) -> None:
 
 
 class Factored(TorchFunctionMode):
-    """A mode that replaces an operation with a scalar option by a product, with the same rounding.
+    """A mode that computes operations with a scalar option, such as `alpha`, by products of tensors.
 
     A compiler can make a number an input of a graph if tensors are multiplied by it. If the number
     is, for example, the weight of `lerp_`, it is a constant of the graph, and each new value needs

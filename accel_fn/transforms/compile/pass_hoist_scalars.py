@@ -1,4 +1,4 @@
-"""A pass for torch's compiler that computes scalars, such as an optimizer's, only once."""
+"""A pass for torch's compiler, so that scalars, such as those of an optimizer, are computed once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Hoisting(CustomGraphPass):
                 user.replace_input_with(node, kept)
 
     def uuid(self) -> Any:
-        """Return the key of cached graphs: another version of this file makes other graphs."""
+        """Return a key for the compiler's cache; it changes whenever this file changes."""
         return get_hash_for_files((__file__,))
 
 

@@ -1,4 +1,4 @@
-"""Guards of a plan: the hooks, functions and parameters from which a graph of the step was made."""
+"""Refuse changes of hooks, methods and parameters that a compiled step would ignore."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _is_hooked(parameter: Tensor | None) -> bool:
 
 
 class PlanGuards:
-    """Compares a plan with its form in `build`: torch's guards skip hooks and replaced methods."""
+    """Compares a plan with its form in `build`, since torch's guards miss hooks and replaced methods."""
 
     def __init__(self, plan: Plan) -> None:
         self._optimizers = [*plan.optimizers.values()]

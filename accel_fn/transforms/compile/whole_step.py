@@ -34,7 +34,11 @@ _SCALE_FIELDS = ("scale", "good_steps", "skipped")
 
 
 class CompiledStep:
-    """Runs the step of one rank as one compiled function; at first, as uncompiled stages."""
+    """Runs a step as one compiled function.
+
+    It runs the stages uncompiled until the optimizers have their state, and for a batch with
+    micro-batches of weight 0.
+    """
 
     def __init__(
         self, state: DistState, stages: Stages, compile_graph: Callable[[GraphFn], GraphFn]
@@ -73,7 +77,7 @@ class CompiledStep:
         stops = [should_stop() for should_stop in plan.should_stop]
         self._parameters.check()
         parts, weights, rows = microbatches(plan, batch, with_weightless=True)
-        # Run the stages without the graph: they zero the gradients of micro-batches of weight 0,
+        # If a micro-batch has weight 0, run the stages without the graph: they zero its gradients,
         # and the graph does not.
         if () in weights:
             return self._stages(state, batch)

@@ -24,13 +24,13 @@ MetricFn = Callable[[Report], Tensor | float]
 
 
 class Advance:
-    """Advances a scheduler after an applied update."""
+    """Advances a scheduler, and warns if its learning rate stays at 0."""
 
     def __init__(self, scheduler: Any, *, is_main: bool = True) -> None:
         self.scheduler = scheduler
         self.rival = rival_check(scheduler, is_main=is_main)
         self._watches = is_main
-        """Whether to warn about a rate that has ended at 0."""
+        """Whether to warn about a rate that stays at 0."""
         self._num_zero: int | None = None
         """The number of updates in a row with a rate of 0; None before the first rate above 0."""
 
@@ -57,7 +57,7 @@ class Advance:
             )
 
     def watched(self) -> None:
-        """Watch the rates of the applied update, then advance."""
+        """Check the rates of the newest update by `watch`, then advance."""
         self.watch()
         self()
 
@@ -145,7 +145,10 @@ class AdvanceByMetric(Advance):
 
 
 class Schedule:
-    """Advances a scheduler after every applied update; the host waits for each verdict."""
+    """Advances a scheduler after every applied update.
+
+    If updates may be skipped, the host waits until it knows whether an update was applied.
+    """
 
     def __init__(self, advance: Advance, *, always: bool) -> None:
         self._advance = advance
@@ -176,7 +179,7 @@ class Schedule:
 
     @contextmanager
     def rates_as_numbers(self) -> Iterator[None]:
-        """Return a context for code that uses the rates as numbers; in this class, they always are."""
+        """Enter a context in which learning rates are numbers. In this class, they always are."""
         yield
 
     def signature(self) -> str:
@@ -200,7 +203,7 @@ class BatchSchedule(Schedule):
         return state
 
     def before_step(self, state: DistState, batch: Any = None) -> None:
-        """Advance for the batches consumed since the last call, even in steps of other plans."""
+        """Advance for the batches consumed since the last call, also by steps of other plans."""
         for _ in range(state.step // self._every - self._step // self._every):
             self._advance()
         self._step = state.step
@@ -306,7 +309,8 @@ class Rates:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
         self.advanced = self._shown()
-        """The rates, on the assumption that every update with a pending verdict was applied."""
+        """The newest rates as numbers. They assume that an update was applied if the host does not
+        know this yet."""
         self.before = self.advanced
         """The rates before the newest update."""
         self._held = [torch.tensor(rate, device=device) for rate in self.advanced]
@@ -334,7 +338,7 @@ class Rates:
         self.before = self.advanced
 
     def load(self, saved: Sequence[float] | None) -> None:
-        """Set the saved rates; keep the optimizer's if there are none, or if the number differs."""
+        """Set the saved rates; keep the optimizer's rates if none were saved, or another number of rates."""
         if saved is None or len(saved) != len(self._held):
             self.begin()
         else:
@@ -379,7 +383,7 @@ class DeviceSchedule(Schedule):
     def in_plan(
         cls, plan: Plan, advance: Advance, device: torch.device, delayed: DelayedRead
     ) -> DeviceSchedule:
-        """Return the next schedule of an optimizer in a plan."""
+        """Make a schedule that shares its rates with earlier schedules of the same optimizer in the plan."""
         optimizer = advance.scheduler.optimizer
         made = [each for each in schedules_made(plan) if isinstance(each, cls)]
         earlier = [each for each in made if each.rates.optimizer is optimizer]
@@ -430,7 +434,7 @@ def schedules_made(plan: Plan) -> Iterator[Schedule]:
 
 
 def by_optimizer(entry: object) -> Mapping[str, Schedule]:
-    """Return a slot function's schedules by optimizer name ("" for a single one); {} for others."""
+    """Return a slot function's schedules by optimizer name ("" for a single one); {} if it has none."""
     if isinstance(entry, Schedules):
         return entry.schedules
     return {"": entry} if isinstance(entry, Schedule) else {}

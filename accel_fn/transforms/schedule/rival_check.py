@@ -14,8 +14,8 @@ LOOKS = (1, 2, 10, 100)
 """The advances, by number, after which learning rates are recorded. The next advance compares
 the rates."""
 _CHECKS: WeakValueDictionary[int, RivalCheck] = WeakValueDictionary()
-"""Each scheduler's check, by the scheduler's id, since several steps may advance a scheduler. A
-check keeps its scheduler alive."""
+"""The check of each scheduler, by the scheduler's id, since several steps may advance one
+scheduler. A check keeps its scheduler alive, so no other object gets this id."""
 
 
 def rival_check(scheduler: Any, *, is_main: bool) -> RivalCheck:
