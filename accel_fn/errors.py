@@ -180,7 +180,7 @@ def _pieces(value: object) -> Iterator[str]:
 
 
 def check_positive(function: str, parameter: str, value: float, repair: str = "") -> float:
-    """Return a finite real number > 0 as a float; refuse anything else, booleans too."""
+    """Return a finite real number > 0 as a float; refuse all other values, also booleans."""
     rule = "be a finite number > 0"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(message(function, parameter, rule, value, repair))
@@ -192,7 +192,7 @@ def check_positive(function: str, parameter: str, value: float, repair: str = ""
 def check_count(
     function: str, parameter: str, value: int, *, minimum: int = 1, repair: str = ""
 ) -> int:
-    """Return an integer >= `minimum`; refuse anything else, booleans too."""
+    """Return an integer >= `minimum` as an int; refuse all other values, also booleans."""
     rule = f"be an integer >= {minimum}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ArgumentTypeError(message(function, parameter, rule, value, repair))

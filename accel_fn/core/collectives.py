@@ -216,7 +216,7 @@ def all_or_none(fn: Callable[[], T], state: DistState, function: str) -> T:
 def agreed(
     make: Callable[[], T], state: DistState, function: str, leaves: Sequence[Any] = ()
 ) -> list[T]:
-    """Exchange the results of `make`, in rank order; if it raises on one rank, all ranks raise.
+    """Call `make`, and exchange the results of all ranks; if it raises on one rank, all ranks raise.
 
     Args:
         make: returns a picklable value, or raises.

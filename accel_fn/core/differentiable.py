@@ -26,7 +26,7 @@ def _is_alone(*arguments: object) -> bool:
 
 
 def eager(fn: Callable[P, T]) -> Callable[P, T]:
-    """Make torch.compile break its graph at this function: collectives run outside of graphs."""
+    """Make torch.compile break its graph at this function, so that collectives run outside of graphs."""
     outside: Callable[P, T] = torch._disable_dynamo(fn)  # type: ignore[attr-defined]
 
     @wraps(fn)

@@ -1,4 +1,4 @@
-"""DTensors: shards, their places, and error messages about them."""
+"""Find, gather and cut the shards of DTensors; explain torch's errors about them."""
 
 from __future__ import annotations
 

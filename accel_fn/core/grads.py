@@ -1,4 +1,4 @@
-"""Gradients with a factor that is not applied yet, and their sums over micro-batches in float32."""
+"""Gradients with a factor that is not applied yet; sums of half-precision gradients in float32."""
 
 from __future__ import annotations
 

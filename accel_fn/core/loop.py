@@ -193,7 +193,7 @@ class Strategy:
         """Run all forwards and backwards. Without retries, the last backward averages over the ranks."""
         every = [*zip(parts, weights, strict=True)]
         # With `retries`, a rank may run out of memory. So no backward averages gradients over the
-        # ranks: they are averaged once all ranks have voted.
+        # ranks: `average` does, after the ranks have exchanged whether memory ran out.
         num_local = len(every) if self.retries else len(every) - 1
         backward = wide_backward(self.backward, self.halves, len(every))
         counted = self._counted(plan, state, mean, every)
@@ -270,7 +270,7 @@ class Strategy:
         return outcome
 
     def can_run(self, plan: Plan, part: Any) -> bool:
-        """Return whether the strategy can run this micro-batch. A step would raise the reason."""
+        """Return whether the strategy can run this micro-batch; if not, a step with it raises an error."""
         return True
 
     def evaluating(
@@ -312,7 +312,7 @@ class Strategy:
         run_backward(loss, seed, self.reachable)
 
     def zero_gradients(self) -> None:
-        """Zero the gradients of micro-batches of weight 0: their loss may be 0 / 0."""
+        """Zero the gradients of micro-batches of weight 0, which are nan if the loss was 0 / 0."""
         for parameter in self.reachable:
             if parameter.grad is not None:
                 grad = parameter.grad
@@ -391,7 +391,7 @@ def forward(strategy: Strategy, plan: Plan, state: DistState, batch: Any) -> Ten
 
 
 def take_gradients(strategy: Strategy, state: DistState, weight: Weight) -> Grads:
-    """Take the gradients off the parameters, with the factor that undoes the loss scale."""
+    """Move the gradients from the parameters into `Grads`, with the factor that undoes the loss scale."""
     if not strategy.leaves_gradients:
         return Grads((None,) * len(strategy.trained))
     tensors = tuple([parameter.grad for parameter in strategy.trained])

@@ -391,7 +391,7 @@ def _metric(
     if not isinstance(name, str) or name in ("loss", *terms):
         others = " and the terms" if terms else ""
         return f'name metrics by strings other than "loss"{others}, got {name!r}'
-    if type(value) is Tensor and not terms and is_mean(value):  # true for most metrics
+    if type(value) is Tensor and not terms and is_mean(value):  # a faster path for most metrics
         return value.detach()
     if terms and not isinstance(value, tuple):
         return (

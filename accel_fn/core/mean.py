@@ -307,7 +307,7 @@ _PACK = 1 << 21
 
 
 def packed(place: int, num_microbatches: int, *, stop: bool) -> float:
-    """Pack three facts of a rank into one number: a message's head holds only five numbers."""
+    """Pack three facts about a rank's batch into one number, since a message may hold only five numbers."""
     return float(_PACK * place + 2 * num_microbatches + stop)
 
 
@@ -480,7 +480,7 @@ class GlobalMean:
         self.add_scaled(loss, metrics, factor if known is weight else shares(weight, total))
 
     def add_scaled(self, loss: Tensor, metrics: Metrics, factor: Weight) -> None:
-        """Add these values times a factor; skip values of weight 0, which may be nan."""
+        """Add a loss and metrics times a factor; skip those of weight 0, which may be nan."""
         if not factor:
             return
         if metrics and counted_in(metrics):

@@ -95,7 +95,8 @@ def microbatches_or_failure(
 def _not_retried(failure: Exception) -> Exception:
     """Replace an OOM error by one that is not retried.
 
-    All ranks raise this error without a vote, so no rank may retry it.
+    This error reaches all ranks with the weights. No rank may retry it, since all ranks raise it at
+    once.
     """
     if not is_memory(failure):
         return failure

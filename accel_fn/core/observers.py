@@ -67,7 +67,7 @@ class Observer:
         """
 
     def failed(self, state: DistState, error: BaseException) -> None:
-        """Record that a step that began with this state raised; called for unwatched steps too."""
+        """Record that the step that began with this state raised an error, even if it was not watched."""
 
     def saved(self, state: DistState, seconds: float, folder: Path) -> None:
         """Record a checkpoint, and how many seconds the loop has waited for it."""
@@ -76,7 +76,7 @@ class Observer:
         """Continue at the position of a checkpoint."""
 
     def evaluated(self, state: DistState, seconds: float) -> None:
-        """Record a pass over a loader by `evaluate` or `predict`."""
+        """Record a pass over a loader by `evaluate` or `predict`, and its duration."""
 
 
 ObserverFn = Callable[..., Observer]
@@ -108,7 +108,7 @@ class Observers:
         ]
 
     def before(self, state: DistState, batch: Any) -> Any:
-        """Begin a step: return its batch, or a `FailedBatch` if an observer refused it."""
+        """Call `before` of the observers of this step; return the batch, or a `FailedBatch` if one raised."""
         # `filter` and `methodcaller` are written in C, so they are fast. In most steps, `wants` is
         # the only method of an observer that runs.
         self.due = due = [*filter(methodcaller("wants", state), self.every)]

@@ -188,7 +188,7 @@ class Reached:
         parameter, True if its gradient was missing."""
 
     def check_gradients(self, grads: Sequence[Tensor | None], weighs: bool) -> None:
-        """Check the gradients of a step: the loss may miss some parameters, but not all."""
+        """Check which gradients of a step are missing, once for each pattern of missing gradients."""
         if not weighs:
             return
         missing = tuple([grad is None for grad in grads])

@@ -39,7 +39,7 @@ _WITHOUT_MESH = ("local_gradients", "virtual_ranks", "collectives_in_apply")
 
 
 def check_plan(state: DistState, plan: Plan) -> None:
-    """Refuse a plan that cannot make a step, for a reason that needs no other rank."""
+    """Refuse a plan that cannot make a step, as far as this rank can find out alone."""
     _check_slots(state, plan)
     _check_model(plan)
     check_parameters(plan)
@@ -107,7 +107,7 @@ def _check_slots(state: DistState, plan: Plan) -> None:
 
 
 def leave_out_one(entries: Sequence[Any]) -> str:
-    """Return a repair that names the transforms, one of which must be left out."""
+    """Return the repair of an error: to leave out one of these functions, by its transform's name."""
     calls = [each.call for each in entries if isinstance(each, SlotFunction) and each.call]
     names = [*dict.fromkeys(call.partition("(")[0] for call in calls)]
     return f"leave out one of {' and '.join(names)}" if len(names) > 1 else "leave out one"

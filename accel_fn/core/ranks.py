@@ -74,7 +74,7 @@ class Ranks:
         return tuple(found)
 
     def agreed(self, make: Callable[[], T]) -> list[T]:
-        """Exchange the results of `make`, in rank order; if it raises on one rank, all ranks raise.
+        """Call `make`, and return all ranks' results in order; if it raises on one rank, all ranks raise.
 
         Cost: two small collectives along each axis.
         """

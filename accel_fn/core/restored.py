@@ -174,7 +174,7 @@ def _seed(key: str, device: torch.device) -> None:
 
 
 class BufferCopy(NamedTuple):
-    """A buffer with the buffers of its module, its name in the model, and a copy of its value."""
+    """A buffer, the dict that holds it in its module, its name in the model, and a copy of its value."""
 
     buffer: Tensor
     home: dict[str, Any]

@@ -130,7 +130,7 @@ class _RowSplit:
             self._refuse("not be ambiguous", got, repair)
 
     def _parts_of_object(self, leaf: Any) -> Sequence[Any]:
-        """Give each part the whole object; cut NumPy arrays; refuse other objects that may hold rows."""
+        """Cut a NumPy array; refuse an object that may hold rows; give other objects to each part whole."""
         if isinstance(leaf, nn.Module | type):
             return [leaf] * len(self.sizes)
         num_rows = length_of(leaf)

@@ -32,7 +32,7 @@ _modules_of = itemgetter("_modules")
 
 
 class ModuleGuards:
-    """The hooks of a module and its submodules, and the methods of their classes.
+    """Makes a key of the hooks of a module and its submodules, and the methods of their classes.
 
     By default, torch sets `skip_nnmodule_hook_guards`: if a module was compiled without hooks, and
     hooks are added later, its graph still runs and does not call them. torch's guards notice only
@@ -197,7 +197,7 @@ def compile_inside(
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled modules uncompiled in this thread; torch's `set_stance` is process-wide."""
+    """Run compiled modules uncompiled in this thread; torch's `set_stance` would affect all threads."""
     token = _is_uncompiled.set(True)
     try:
         yield

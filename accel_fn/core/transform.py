@@ -77,7 +77,7 @@ def transform(factory: Callable[P, Transform]) -> Callable[P, Transform]:
 
 
 def named(made: Transform, text: str) -> Transform:
-    """Make a new transform, and its slot functions, print as this text."""
+    """Return a new transform that prints as this text; its slot functions print as this text too."""
     functions = made.slots.values() if isinstance(made, Fill) else ()
     for each in (fn for every in functions for fn in every):
         if isinstance(each, SlotFunction):

@@ -120,7 +120,7 @@ def count_labels(
         options["class_weight"] = _class_weights(class_weight)
     counting = partial(labels_at, path=tuple(path), ignore_index=ignore_index, **options)
     given = ", ".join(f"{name}={value!r}" for name, value in counting.keywords.items())
-    # A plan prints this call.
+    # Set the text that a plan prints for this function.
     vars(counting)["call"] = f"count_labels({given})"
     return counting
 
@@ -222,11 +222,11 @@ def _child(node: Any, key: Key, path: tuple[Key, ...]) -> Any:
 
 
 def weigh(weight_fn: WeightFn | Mapping[str, WeightFn], batches: Sequence[Any]) -> Sequence[Weight]:
-    """Return each batch's checked weight: finite ints or floats >= 0, from any kind of number."""
+    """Compute the weights of batches as finite ints or floats >= 0; refuse other results of `weight_fn`."""
     if callable(weight_fn):
         found: list[Any] = [*map(weight_fn, batches)]
         if {*map(type, found)} == {int} and min(found) >= 0 and max(found) <= _EXACT:
-            return [(each,) if each else () for each in found]  # one pass; true for most batches
+            return [(each,) if each else () for each in found]  # a faster path for most batches
         return [_checked(each) for each in found]
     return [_weights(weight_fn, batch) for batch in batches]
 
@@ -243,7 +243,7 @@ def total_weight(weights: Sequence[Weight]) -> Weight:
 
 def shares(weight: Weight, total: Weight, factor: int = 1) -> Weight:
     """Return `factor * weight / total`, term by term; 0 if the weight is 0."""
-    if len(weight) == 1 == len(total):  # faster; true for most losses
+    if len(weight) == 1 == len(total):  # a faster path for most losses
         return (weight[0] * factor / total[0],)
     pairs = zip(weight, total, strict=False)  # a weight of 0 is ()
     return tuple([part * factor / whole if part else 0.0 for part, whole in pairs])

@@ -36,7 +36,7 @@ def _is_held(parameter: Tensor) -> bool:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Give every rank the whole parameters inside the context, to read them."""
+    """Gather the whole parameters on every rank inside the context, only for reading."""
     if not is_partitioned(model):
         yield
         return

@@ -1,4 +1,4 @@
-"""place: move the model and the batches to the device of the state."""
+"""place: move models and batches to the device of the state."""
 
 from __future__ import annotations
 

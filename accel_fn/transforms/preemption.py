@@ -1,4 +1,4 @@
-"""Preemption: a signal to one rank makes all ranks finish the step, save once and exit."""
+"""Preemption: a signal to one rank lets all ranks stop after the same step, to save and exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""with_amp: autocast for forward and loss, with a loss scale for float16, or float8 products."""
+"""with_amp: autocast for forward and loss; a loss scale for float16; linear layers in float8."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _IN_A_GRAPH = {"foreach": False, "fused": False, "capturable": True}
 
 
 class Captured:
-    """`optimizer.step` with given gradients, inside a graph.
+    """Runs the update of `optimizer.step` inside a graph, with given gradients.
 
     torch's compiler treats an `Optimizer` specially, and needs gradients that exist before the
     graph begins. So the optimizer's methods run on another object, which the graph makes from the

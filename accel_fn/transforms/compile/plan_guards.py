@@ -13,7 +13,7 @@ from accel_fn.errors import PlanError
 
 
 def hooked(plan: Plan) -> str:
-    """Name an optimizer's step or a parameter that has hooks; return "" if there is none."""
+    """Return the name of an optimizer's step or a parameter that has hooks; "" if none has."""
     for optimizer in plan.optimizers.values():
         if has_hooks(optimizer):
             return f"{type(optimizer).__name__}.step"

@@ -1,4 +1,4 @@
-"""The whole step as one function for a compiler: micro-batches, transforms, loss scale, optimizer."""
+"""Run the whole step, from the split of the batch to the optimizers, as one compiled function."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ class CompiledStep:
         if plan.place_batch:
             parts = [placed(state, plan, part) for part in parts]
         if not parts:
-            # Run the loss of None: its value is 0, and its gradients are zeros.
+            # Without micro-batches, run the loss of None: its value is 0, and its gradients are
+            # zeros.
             parts = (None,)
         loss, norm, accepted, scale, found = self._call_graph(state, parts, of_parts)
         weight = total_weight(weights)

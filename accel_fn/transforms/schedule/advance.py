@@ -246,7 +246,7 @@ class StateSchedule(Schedule):
         self._seen[0] = state
 
     def signature(self) -> str:
-        """Return the text that a checkpoint compares: the scheduler's class and its argument."""
+        """Return the text that a checkpoint compares: the scheduler's class, and that it reads the state."""
         return f"schedule({type(self.scheduler).__name__} of the state)"
 
 
