@@ -66,8 +66,8 @@ class Strategy:
     leaves_gradients: bool = True
     """Whether the backward leaves gradients in `.grad`. A DeepSpeed engine does not."""
     counts_first: bool = False
-    """Whether the backward of a loss `(sum, count)` needs the count first, because float16 cannot
-    hold the sum."""
+    """Whether the count of a loss `(sum, count)` must be known before its backward, for example
+    because float16 cannot hold the sum."""
     mean_type: ClassVar[type[GlobalMean]] = GlobalMean
     """The class of a batch's mean. Its `share` computes the factor of each micro-batch's
     gradients."""

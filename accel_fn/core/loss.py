@@ -240,9 +240,9 @@ Metrics = Mapping[str, Tensor | tuple[Tensor, Tensor] | str]
 """Metrics by name. Each is a mean, [], or a pair (sum, count). For an invalid metric, the value is
 the rule that it breaks."""
 Outcome = tuple[Tensor, Metrics]
-"""The mean loss of a micro-batch, [], or the means of its terms, [terms]; and its metrics. For a
-loss that is `(sum, count)`: the sums, [] or [terms]; `counted_in` finds the sums and counts in
-the metrics."""
+"""The loss and metrics of a micro-batch. The loss is a mean, [], or the means of its terms, [terms].
+If `loss_fn` returns `(sum, count)`, the loss is the sum or the sums, and the metrics also hold sums
+and counts, which `counted_in` finds."""
 
 
 class LossModule(nn.Module):

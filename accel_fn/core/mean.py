@@ -371,7 +371,7 @@ class GlobalMean:
         self._pending: list[primitives.Pending | primitives.PendingTotal] = []
         self._total: Weight | None = None
         self._divisor: Weight | None = None
-        """The total by which weights are divided; None until it has arrived."""
+        """The total by which weights are divided. None until it has arrived, unless it is predicted."""
         self.num_microbatches = len(weights)
         self.is_open = False
         """With a `(sum, count)` loss: whether backwards compute gradients of the sum, which are

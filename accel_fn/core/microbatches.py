@@ -95,8 +95,7 @@ def microbatches_or_failure(
 def _not_retried(failure: Exception) -> Exception:
     """Replace an OOM error by one that is not retried.
 
-    This error reaches all ranks with the weights. No rank may retry it, since all ranks raise it at
-    once.
+    With this error, all ranks raise as soon as they have exchanged weights. So no rank may retry.
     """
     if not is_memory(failure):
         return failure

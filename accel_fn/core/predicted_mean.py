@@ -1,4 +1,4 @@
-"""A global mean that predicts its weight from the last batch, so that no backward waits for a sum."""
+"""A global mean that predicts its weight, so that no backward waits for the sum of all ranks' weights."""
 
 from __future__ import annotations
 

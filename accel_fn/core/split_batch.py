@@ -16,7 +16,7 @@ from accel_fn.core.batch import ATOMS, Samples, count_samples, node_of, tensors_
 from accel_fn.errors import BatchError
 
 _DEPTH = 3
-"""The depth to which objects are searched for tensors. Every part gets an object without tensors
+"""The depth to which objects are searched for tensors. An object without tensors goes to every part
 whole."""
 _SPLIT = "give accumulate a split"
 

@@ -283,7 +283,7 @@ class Step(Generic[Batch]):
             check_joined(state, "step")
 
     def check_follows(self, state: DistState) -> None:
-        """Refuse a state with which no step can follow this one."""
+        """Refuse a state of another world or an earlier step, with which no step can follow this one."""
         built, newest = self._built_with, self.notes.get("newest")
         if not _is_of_one_world(state, built):
             raise StateError(
@@ -348,7 +348,7 @@ def _still(before: DistState, after: DistState) -> DistState:
 
 
 def _wrapped(plan: Plan, strategy: Strategy) -> tuple[GradFn, bool]:
-    """Wrap `Strategy.gradients` in `wrap_grad_fn`; also return whether gradients are copies."""
+    """Wrap `Strategy.gradients` in `wrap_grad_fn`; also return whether the result clones gradients itself."""
     grad_fn: GradFn = partial(strategy.gradients, plan)
     retrying = [each for each in plan.wrap_grad_fn if "retries" in getattr(each, "traits", ())]
     others = [each for each in plan.wrap_grad_fn if each not in retrying]

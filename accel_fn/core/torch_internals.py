@@ -145,7 +145,8 @@ class CheckpointFrame(NamedTuple):
 
     frame: object
     key: object
-    """Equal throughout one forward or one recomputation."""
+    """A value that stays the same during one forward or one recomputation, and differs between
+    these."""
     is_recomputed: bool
 
 

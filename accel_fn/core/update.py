@@ -1,4 +1,4 @@
-"""The update of a step in two stages: `prepare` decides and may raise; `apply` writes."""
+"""The update of a step in two stages: `prepare` decides and may raise; `apply` writes parameters."""
 
 from __future__ import annotations
 

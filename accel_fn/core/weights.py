@@ -53,7 +53,7 @@ WeightFn = Callable[[Any], "int | float | Tensor"]
 Weight = tuple[float, ...]
 """For each term of a loss, the number of items that it is a mean over; () if all are 0."""
 _EXACT = 2**53
-"""Up to this number, sums of integers over ranks are exact in float64."""
+"""The largest integer up to which all integers are exact in float64, in which ranks add up weights."""
 _SMALLEST, _LARGEST = 1e-30, 1e30
 # The repr of more class weights than this shows a checksum instead.
 _SHOWN = 8

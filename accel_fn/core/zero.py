@@ -30,7 +30,7 @@ def is_born_sharded(model: nn.Module) -> bool:
 
 
 def _is_held(parameter: Tensor) -> bool:
-    """Return whether ZeRO manages this parameter: an engine of stage 1 to 3, or `zero.Init`."""
+    """Return whether an engine of ZeRO stage 1 to 3, or `zero.Init`, manages this parameter."""
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 

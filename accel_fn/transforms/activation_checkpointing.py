@@ -173,7 +173,7 @@ class _Marked(AbstractContextManager[None]):
 
 
 class _Again(_Marked):
-    """Gives a block, during its recomputation, the buffers, attributes and flags of its forward.
+    """Gives a block, in its recomputation, the buffers, attributes and `requires_grad` of its forward.
 
     torch itself restores the generators. A second backward through the same graph enters this
     context again.

@@ -244,7 +244,7 @@ def _widened(tensor: Tensor | None) -> Tensor | None:
 
 
 def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Add two tensors, either of which may be None."""
+    """Add two gradients; None counts as zero."""
     if first is None or second is None:
         return second if first is None else first
     return first + second
