@@ -319,7 +319,7 @@ class Strategy:
                 (grad._values() if grad.is_sparse else grad).zero_()
 
     def average(self, state: DistState) -> None:
-        """Average the gradients over the ranks, unless the last backward has done so."""
+        """Average gradients over the ranks if the last backward has not; redistribute those of shards."""
         if self._is_split:
             place_gradients(self.reachable)
 

@@ -239,8 +239,8 @@ class MetricSums:
     def add(self, metrics: Metrics, factor: float | Tensor, like: Tensor) -> None:
         """Add the metrics of a micro-batch, in the dtype and on the device of `like`.
 
-        Means are multiplied by the factor. There are none beside a loss with several terms:
-        `LossModule` replaces them by the rule that they break.
+        Means are multiplied by the factor. A loss with several terms may have no metrics that are
+        means: `LossModule` replaces them by the rule that they break.
 
         Cost: a few operations, for any number of metrics.
         """
@@ -512,7 +512,7 @@ class GlobalMean:
             return
         if error:
             # Mark the error in the sum, so that the other ranks notice it. On an accelerator, the
-            # host would have to wait for the sum, so all ranks raise in the next step instead.
+            # host would have to wait to read the mark, so all ranks raise in the next step instead.
             self._failure, self._sums[self._num_terms] = error, 1
             layout.pending_error = None if self._sums.is_cpu else error
         sums = layout.vector(self._metrics.found or {}, self._sums, is_wrong=error is not None)

@@ -127,8 +127,7 @@ class Ranks:
     def _cuts(self, tensor: DTensor) -> list[tuple[int, int]] | None:
         """Return the axis and the dim of each cut of a tensor, the last cut first.
 
-        Return None if torch has not cut the tensor into chunks, and chunks of chunks, along these
-        axes.
+        Return None if the shards are not chunks, or chunks of chunks, along these axes.
         """
         mesh, axes = tensor.device_mesh, {axis.group: at for at, axis in enumerate(self.axes)}
         regular, strided = list[tuple[int, int]](), list[tuple[int, int]]()

@@ -28,7 +28,7 @@ def _is_hooked(parameter: Tensor | None) -> bool:
 
 
 class PlanGuards:
-    """Compares a plan with its form in `build`, since torch's guards miss hooks and replaced methods."""
+    """Compares hooks, methods and parameters with those in `build`: torch's guards miss some changes."""
 
     def __init__(self, plan: Plan) -> None:
         self._optimizers = [*plan.optimizers.values()]
