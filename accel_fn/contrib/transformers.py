@@ -68,7 +68,7 @@ PRIVATE_NAMES = (
 _FOLDER = "accel_fn"
 """The folder in a checkpoint of the Trainer that holds the state of the step."""
 _IS_STAND_IN = "_accel_fn_is_stand_in"
-"""The key that marks a batch of a rank without samples: the batch does not count."""
+"""The key that marks a stand-in: the batch of a rank without samples, which counts nothing."""
 _KEPT_OPTIONS = (
     *("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor"),
     *("persistent_workers", "pin_memory", "in_order"),
@@ -139,7 +139,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return {**found, "mixed_precision": "no"}
 
     def _part_of(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a loader of this rank's part of each batch of all ranks."""
+        """Return a loader of this rank's part of each global batch."""
         if isinstance(loader.dataset, IterableDataset):
             if self._state.world_size > 1:
                 raise ArgumentTypeError(
@@ -147,7 +147,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                     f"ranks, got a {type(loader.dataset).__name__}; give a map-style data set"
                 )
             return loader
-        # Without a batch size, a batch sampler makes the batches.
+        # A loader without a batch size has a batch sampler, whose batches cannot be divided here.
         if loader.batch_size is None:
             if self._state.world_size > 1:
                 raise ArgumentTypeError(
@@ -182,7 +182,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         plan: Plan[Any] = compose(*parts)(
             Plan(self._loss, self.model, self.optimizer.optimizer, weight_fn=self._num_items)
         )
-        # Read the norm for the log, unless a clip does so or an engine keeps the gradients.
+        # Compute the gradient norm for the log, unless `clip` does so, or DeepSpeed keeps the
+        # gradients.
         if not clipped and not plan.having("collectives_in_apply"):
             plan = fill(gradients=_read_norm)(plan)
         if not plan.strategy:
@@ -205,7 +206,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return loss
 
     def _num_items(self, batch: Mapping[str, Any]) -> float | Tensor:
-        """Return the number of items over which a loss is the mean: labels, or samples."""
+        """Return the number of items over which a loss is the mean: labels other than -100, else samples."""
         labels = batch.get("shift_labels", batch.get("labels"))
         if not isinstance(labels, Tensor):
             return count_samples(batch)
@@ -215,7 +216,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Keep a micro-batch; at the last one of an update, run the step; return the mean loss."""
+        """Keep a micro-batch and return 0. At the last one of an update, run the step and return its loss."""
         assert self._step is not None
         model.train()
         if inputs.pop(_IS_STAND_IN, False):
@@ -273,7 +274,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             for name in names
         }
         metrics: dict[str, Any] = {}
-        # The sums of losses, items and samples.
+        # This rank's sums of losses, items and samples.
         sums = torch.zeros(3, dtype=torch.float64)
         with self._evaluating() as model:
             for number, batch in enumerate(dataloader, 1):
@@ -311,7 +312,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     @contextmanager
     def _evaluating(self) -> Iterator[nn.Module]:
-        """Yield the model in evaluation mode, with the buffers of the main rank."""
+        """Yield the model in evaluation mode. If there is a step, every rank has the buffers of rank 0."""
         args, model = self.args, self.model
         if not self.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
             model = model.to(dtype=torch.float16 if args.fp16_full_eval else torch.bfloat16)
@@ -326,7 +327,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _predict(
         self, model: nn.Module, batch: Any, loss_only: bool, ignore_keys: list[str] | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Return this rank's sums of losses, items and samples of a batch, and its rows by name."""
+        """Return sums of losses, items and samples over this rank's rows of a batch, and outputs by name."""
         num_rows = 0 if batch.pop(_IS_STAND_IN, False) else count_samples(batch)
         items = float(self._num_items(batch)) if num_rows else 0.0
         # Set the precision here, so that a `prediction_step` that the user overrides computes in it
@@ -375,8 +376,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
         save(self._step, self._state, Path(output_dir, _FOLDER))
-        # Release the folder's lock, which the step would hold to its end: nothing more is saved in
-        # this folder.
+        # Release the folder's lock, which the step would keep. The next save goes to another folder.
         self._step.notes.pop("locks", None)
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -410,10 +410,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 
 class RankBatches:
-    """A batch sampler that yields the numbers of this rank's samples in each batch of all ranks.
+    """A batch sampler that yields the numbers of this rank's samples in each global batch.
 
-    A batch of all ranks is `world_size` times the batch size of the loader, in the order in which
-    the plain Trainer reads samples on one process. If a last batch has fewer samples than ranks, a
+    A global batch has `world_size` times the batch size of the loader. Its samples are in the order
+    in which the plain Trainer reads them on one process. If a last batch has fewer samples than ranks, a
     rank without a sample reads the first sample of the batch, marked as a stand-in.
     """
 
@@ -423,7 +423,7 @@ class RankBatches:
         self._drop_last = loader.drop_last
         self._num_samples = len(loader.sampler)  # type: ignore[arg-type]
         self.sampler = _repeatable(loader.sampler, seed)
-        # The Trainer sets the epoch of `.batch_sampler.batch_sampler`, which must be this object.
+        # The Trainer calls `set_epoch` of `.batch_sampler.batch_sampler`, so make that this object.
         self.batch_sampler = self
         self.batch_size = loader.batch_size
 
@@ -439,8 +439,8 @@ class RankBatches:
     def __iter__(self) -> Iterator[list[Any]]:
         order = [*self.sampler]
         state = self._state
-        # Any other sampler may draw from a generator that differs between ranks, so take the main
-        # rank's order.
+        # These two samplers give equal orders on all ranks. Any other sampler may draw from a
+        # generator that differs between ranks, so use the order of rank 0.
         if not isinstance(self.sampler, SeedableRandomSampler | SequentialSampler):
             order = broadcast(order, state)
         for number in range(len(self)):
@@ -451,11 +451,11 @@ class RankBatches:
 
 
 class _StandIn(int):
-    """The number of a sample that a rank without samples reads as a stand-in; another rank counts it."""
+    """The number of a stand-in: a sample that a rank without samples reads, and that another rank counts."""
 
 
 class _Marked(list[Any]):
-    """A list with the sample of a stand-in. `_Collate` recognises it by this class."""
+    """A list with the sample of a stand-in. `_Collate` recognises such a list by its class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,7 +490,7 @@ class _Collate:
 
 
 class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """The optimizer for the Trainer; the step has made the update before the Trainer calls it."""
+    """The optimizer that the Trainer calls, after the step has made the update."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, device_placement=False)
@@ -501,7 +501,7 @@ class _Optimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Return whether the last update was skipped: the Trainer then does not advance its schedule."""
+        """Return whether the last update was skipped. If so, the Trainer does not advance its schedule."""
         return self.was_skipped
 
 
@@ -519,14 +519,14 @@ def _repeatable(sampler: Any, seed: int | None) -> Any:
 
 
 def _read_norm(state: DistState, grads: Grads) -> Grads:
-    """Read the norm of the gradients for the log, for a plan without clipping."""
+    """Compute the gradient norm for the log, in a plan without clipping."""
     grads.norm()
     return grads
 
 
 @contextmanager
 def _in_eval_mode(optimizer: Any) -> Iterator[None]:
-    """Switch an optimizer with modes, such as a schedule-free one, from train to eval mode."""
+    """A context that puts an optimizer with modes, such as a schedule-free one, into eval mode."""
     has_modes = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
     switches = has_modes and all(each.get("train_mode", True) for each in optimizer.param_groups)
     if switches:

@@ -1,7 +1,7 @@
 """load_accelerate: resume a run that accelerate's `save_state` saved.
 
-Options, shapes and schedulers are compared here, since torch's `load_state_dict` compares only the
-number of parameters.
+This module compares options, shapes and schedulers with the program's, since torch's
+`load_state_dict` compares only the number of parameters.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
 _INDEX = "model.safetensors.index.json"
 _SCALER = "scaler.pt"
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-"""Options of an optimizer's group that choose an implementation. The program's own values stay."""
+"""Options of an optimizer's group that choose an implementation. Loading keeps the program's values."""
 _OPTIONAL = {"params", "initial_lr", "maximize", "decoupled_weight_decay", *_IMPLEMENTATION}
 
 _SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"}
 _LIKE = {"exp_avg", "momentum_buffer", *_SQUARES}
-"""Keys of optimizer state that have the shape and the dtype of their parameter."""
+"""Keys of optimizer state whose tensors have the shape and the dtype of their parameter."""
 _COUNTS = ("last_epoch", "_step_count")
 """Keys of a scheduler's state that hold counts."""
 _LARGEST_COUNT = 2**53
@@ -142,11 +142,11 @@ class _Saved:
     schedulers: Sequence[Any]
     has_scale: bool
     scaler: LossScale | None
-    """The program's loss scale, with the saved values if there are any."""
+    """The program's loss scale, with the saved values if there are any; None without `fp16`."""
 
 
 def _files(kind: str, count: int) -> list[str]:
-    """Return accelerate's file names: `optimizer.bin`, `optimizer_1.bin`."""
+    """Return accelerate's names of `count` files of a kind, such as `optimizer.bin`, `optimizer_1.bin`."""
     return [f"{kind}_{index}.bin" if index else f"{kind}.bin" for index in range(count)]
 
 
@@ -157,7 +157,7 @@ def _read(
     if not isinstance(step, Step):
         raise ArgumentTypeError(message("load_accelerate", "step", "be a Step", step))
     for function in step.plan.entries():
-        # This raises if the function's state cannot be loaded now.
+        # `check_loaded` raises if the function cannot load state now, as inside `averaged(step)`.
         getattr(function, "check_loaded", lambda: None)()
     if not isinstance(schedulers, Sequence) or not all(
         hasattr(each, "load_state_dict") for each in schedulers
@@ -213,7 +213,7 @@ def _check_folder(path: Path, names: Sequence[str], num_optimizers: int) -> None
 
 
 def _check_scheduler(path: Path, scheduler: Any, saved: object) -> None:
-    """Refuse another scheduler's state; ignore private keys, which depend on torch's version."""
+    """Refuse another scheduler's state. Do not compare private names, which depend on torch's version."""
     if not hasattr(scheduler, "state_dict"):
         return
     here = scheduler.state_dict()
@@ -236,7 +236,7 @@ def _check_scheduler(path: Path, scheduler: Any, saved: object) -> None:
 
 @contextmanager
 def _expecting(path: Path, content: str) -> Iterator[None]:
-    """A context that turns any error into one that names the file and its expected content."""
+    """A context that turns other libraries' errors into one that names the file and its expected content."""
     try:
         yield
     except AccelError:
@@ -294,7 +294,7 @@ def _odd(key: str, value: Any, parameter: Tensor) -> str:
 
 
 def _kind(value: object) -> str:
-    """Return dtype and shape of a tensor, or another value as text."""
+    """Return a text: the dtype and shape of a tensor, or any other value."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"{value}"
@@ -313,7 +313,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_negative(value: object) -> bool:
-    """Return whether a number, or one of several, is negative or not finite."""
+    """Return whether a number, or any number in a list or tuple, is negative or not finite."""
     if isinstance(value, list | tuple):
         return any(map(_is_negative, value))
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
@@ -331,7 +331,7 @@ def _by_parameter(
 
 
 def _fill(saved: _Saved, step: Step, schedulers: Sequence[Any], undo: ExitStack) -> None:
-    """Overwrite everything but the weights, which are only compared; `undo` gets the old values."""
+    """Load optimizers and schedulers; check the weights. `undo` gets callbacks that restore old values."""
     for optimizer, each in zip(step.plan.optimizers.values(), saved.optimizers, strict=True):
         undo.callback(vars(optimizer).update, dict(vars(optimizer)))
         state = {

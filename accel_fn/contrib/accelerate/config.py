@@ -123,7 +123,7 @@ _IN_SCRIPT: Mapping[str, str] = MappingProxyType(
         "main_training_function=main": "",
     }
 )
-"""The counterpart of a key, or of a key with a value; empty if accel_fn needs none."""
+"""The code in the script that replaces a key, or a key with one value; empty if none is needed."""
 
 _SAME = (
     *("num_machines", "machine_rank", "main_process_ip", "main_process_port"),
@@ -132,8 +132,8 @@ _SAME = (
 """Keys with the same name and meaning in accel_fn."""
 
 _BOOLEANS = ("same_network", "debug", "enable_cpu_affinity")
-"""Keys that are true or false. The first two change nothing in accel_fn: machines meet by address,
-and collectives are always checked."""
+"""Keys whose values are true or false. The first two change nothing in accel_fn: machines connect by
+address on any network, and collectives are always checked."""
 
 _DEVICES = ("GPU", "XPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "NEURON")
 _PLAIN = ("NO", "MULTI_CPU", *(f"MULTI_{device}" for device in _DEVICES))
@@ -141,7 +141,7 @@ _WRAPPED = MappingProxyType({"FSDP": "fsdp", "DEEPSPEED": "deepspeed"})
 """Values of `distributed_type`, and the names that `wrap_as_launched` has for them."""
 
 _OTHER_TYPES = ("MEGATRON_LM", "TP", "XLA")
-"""Values of `distributed_type` that need more than processes with replicas or shards."""
+"""Values of `distributed_type` without a counterpart in accel_fn's settings."""
 
 _TYPES = (*_PLAIN, *_WRAPPED, *_OTHER_TYPES)
 _SAGEMAKER = "AMAZON_SAGEMAKER"
@@ -157,7 +157,7 @@ _OTHERS = (
     *("main_training_function", "downcast_bf16", "dynamo_backend", "command_file", "commands"),
     *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env"),
 )
-"""Keys outside of the sections for which accel_fn has no setting."""
+"""Keys that stand in no section, and that have no counterpart in accel_fn's settings."""
 
 _KNOWN = (
     *("compute_environment", "distributed_type", "num_processes", "use_cpu"),
@@ -185,7 +185,9 @@ class UnusedSettingsWarning(UserWarning):
 
 
 def translate(given: Mapping[str, Given]) -> Layer:
-    """Translate accelerate's settings to ours; warn once about those that we lack; refuse unknown keys.
+    """Translate settings of accelerate to those of accel_fn; refuse unknown keys.
+
+    One warning names the settings that a launch does not read from this file.
 
     Keys whose value is null are left out, even unknown ones: accelerate's dialogue writes null for
     a question without an answer, and a later version may have new questions.
@@ -238,7 +240,7 @@ def translate(given: Mapping[str, Given]) -> Layer:
 
 
 def _section(name: str, each: Given) -> Mapping[str, object]:
-    """Read a section; rename its keys to those of the newest accelerate."""
+    """Read a section; rename its keys to those of the newest accelerate; refuse unknown keys."""
     if not isinstance(each.value, dict):
         each.refuse(name, "be a section")
     keys = {key: value for key, value in each.value.items() if value is not None}
@@ -248,7 +250,7 @@ def _section(name: str, each: Given) -> Mapping[str, object]:
 
 
 def _distributed_type(given: Mapping[str, Given], types: tuple[str, ...]) -> Given:
-    """Read the distributed_type; YAML has read an unquoted NO as false."""
+    """Read `distributed_type`. False means NO, since YAML reads an unquoted NO as false."""
     if "distributed_type" not in given:
         source = next(iter(given.values())).source
         raise SettingsError(f"{source}: distributed_type must be given, as accelerate does")
@@ -267,7 +269,7 @@ def _distributed_type(given: Mapping[str, Given], types: tuple[str, ...]) -> Giv
 
 
 def _processes(count: Given | None, kind: Given) -> Given | None:
-    """Read the number of processes; -1 leaves it open, and the type NO means one process."""
+    """Read the number of processes. -1 selects the default, and the type NO means one process."""
     if kind.value != "NO":
         return None if count is not None and count.value == -1 else count
     if count is not None and count.value != 1:
@@ -277,7 +279,7 @@ def _processes(count: Given | None, kind: Given) -> Given | None:
 
 
 def _use_cpu(given: Mapping[str, Given], kind: Given) -> Given | None:
-    """Read whether to use the CPU: MULTI_CPU does so even without use_cpu."""
+    """Read whether to use the CPU. The type MULTI_CPU uses it even without `use_cpu`."""
     if kind.value == "MULTI_CPU":
         ids = given.get("gpu_ids")
         if ids is not None and ids.value not in (None, "all"):
@@ -301,7 +303,7 @@ def _precision(given: Mapping[str, Given]) -> Given | None:
 def _microbatches(
     given: Mapping[str, Given], sections: Mapping[str, Mapping[str, object]]
 ) -> Given | None:
-    """Read the number of micro-batches from accelerate's gradient_accumulation_steps."""
+    """Read the number of micro-batches from the section of Megatron-LM or of DeepSpeed."""
     for section, key in reversed(_MICROBATCHES):
         count = sections.get(section, {}).get(key, "auto")
         if count != "auto":
@@ -310,7 +312,7 @@ def _microbatches(
 
 
 def _mesh(given: Mapping[str, Given], sections: Mapping[str, Mapping[str, object]]) -> Given | None:
-    """Make a mesh if an axis has several ranks; replicas and shards are both ranks along `dp`."""
+    """Make a mesh if `cp` or `tp` has several ranks. Replicas and shards are both ranks along `dp`."""
     sizes = _sizes(sections)
     if not sizes:
         return None
@@ -328,7 +330,7 @@ def _sizes(sections: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
 
 
 def _outside(given: Mapping[str, Given], kind: Given, *, on_cpu: bool) -> Iterator[_Entry]:
-    """Yield the entries outside of the sections for which accel_fn has no setting."""
+    """Yield the entries that stand in no section, and that accel_fn's settings lack."""
     if kind.value in _OTHER_TYPES:
         yield "", f"distributed_type {kind.value}", True
     if "enable_cpu_affinity" in given and not on_cpu:
@@ -341,7 +343,7 @@ def _outside(given: Mapping[str, Given], kind: Given, *, on_cpu: bool) -> Iterat
 def _in_sections(
     sections: Mapping[str, Mapping[str, object]], values: Mapping[str, Given]
 ) -> Iterator[_Entry]:
-    """Yield the entries in the sections for which accel_fn has no setting."""
+    """Yield the entries that stand in sections, and that accel_fn's settings lack."""
     taken = [key for _, key in _MICROBATCHES] if "num_microbatches" in values else []
     for name, section in sections.items():
         if not is_set(section.get("dynamo_backend", True)):
@@ -353,7 +355,7 @@ def _in_sections(
 
 
 def _shards_fill_replicas(section: Mapping[str, object], values: Mapping[str, Given]) -> bool:
-    """Return whether each replica is sharded over all of its ranks, as accel_fn does."""
+    """Return whether each replica is sharded over all of its ranks, as `wrap_fsdp` shards it."""
     keys = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
     given = [section.get(key, 1) for key in (*keys, *_AXES.values())]
     sizes = [size for size in given if isinstance(size, int)]
@@ -363,7 +365,7 @@ def _shards_fill_replicas(section: Mapping[str, object], values: Mapping[str, Gi
 
 
 def _warn(source: str, entries: Iterable[_Entry], axes: Collection[str]) -> None:
-    """Warn once about keys with a counterpart in the script, and about keys without any."""
+    """Warn once about keys that belong in the script, keys without a counterpart, and axes of the mesh."""
     written: list[str] = []
     missing: dict[str, list[str]] = {}
     for section, key, value in entries:
@@ -391,7 +393,7 @@ def spelled_today(section: str, key: str) -> str:
 
 
 def in_script(key: str, value: object) -> str | None:
-    """Return the line for the script; empty if it changes nothing, None without counterpart."""
+    """Return the code for the script: empty if none is needed, None if accel_fn has no counterpart."""
     exact = f"{key}={value}".lower()
     if exact in _IN_SCRIPT:
         return _IN_SCRIPT[exact]

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine as a strategy: the engine averages, clips and updates in the step's loop."""
+"""DeepSpeed's engine as a strategy: it averages and clips gradients, and updates parameters."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _EMPTY = (
 
 
 class OneRank(Strategy):
-    """A strategy for a world of one, which shards nothing, but clips and updates like any plan."""
+    """A strategy for one rank, without DeepSpeed: it shards nothing, and clips and updates as any plan."""
 
     def __init__(
         self, state: DistState, module: nn.Module, plan: Plan, *, clips: Sequence[Any]
@@ -121,7 +121,7 @@ class ZeRO(Strategy):
             )
         self._engine.set_gradient_accumulation_boundary(True)
         # The engine puts flat shards into the optimizer. Between updates, the optimizer must hold
-        # the model's parameters, since the checks of a step, schedules and `explain` read them.
+        # the model's parameters, since checks, schedules and `explain` read them.
         self._flat = [group["params"] for group in self._optimizer.param_groups]
         self._own = own
         self._put(own)
@@ -183,12 +183,12 @@ class ZeRO(Strategy):
         parts: Sequence[Any],
         weights: Sequence[_Weight],
     ) -> tuple[Sequence[Any], Sequence[_Weight]]:
-        """Return the micro-batches with a weight; from stage 1 on, equally many on every rank.
+        """Drop micro-batches of weight 0; from stage 1 on, give every rank equally many.
 
         Ranks reduce gradients in the order in which a backward computes them, from stage 2 on in
         every backward. At stage 3 every forward gathers parameters. So a rank that has fewer
-        micro-batches runs one of another rank's with weight 0. Its gradient is then zero, wherever
-        that rank's gradient is finite.
+        micro-batches also runs a micro-batch of another rank, with weight 0. The gradient of this
+        micro-batch is zero wherever the other rank's gradient is finite.
 
         Cost: from stage 1 on one small collective; a broadcast of a micro-batch if a rank needs one.
         """
@@ -219,7 +219,7 @@ class ZeRO(Strategy):
         parts: Sequence[Any],
         weights: Sequence[_Weight],
     ) -> None:
-        """Run the micro-batches; in batches 1, 2, 10 and 100, check which parameters the loss reaches."""
+        """Run the micro-batches. If an observer is due, check which parameters the loss reaches."""
         self._is_due, self._is_open = bool(self.observers.due), True
         super().run(plan, state, mean, parts, weights)
 
@@ -270,8 +270,8 @@ class ZeRO(Strategy):
         is_written = self._stage > 0 and is_overwritten(self._engine.optimizer, self.trained)
         mine = names, len(foreign), is_written
         # At stage 0, do not exchange: ranks may run different numbers of micro-batches, and could
-        # deadlock here. Each gradient is reduced separately, so the loss may reach different
-        # parameters.
+        # deadlock here. The engine reduces each gradient separately, so the loss may reach different
+        # parameters on different ranks.
         every = exchange(mine, self._state, "step") if self._stage else [mine]
         if any(is_written for *_, is_written in every):
             raise StateError(
@@ -297,10 +297,10 @@ class ZeRO(Strategy):
         check_equal([", ".join(found) for found, *_ in every], _RULE, _REPAIR, LossError)
 
     def zero_gradients(self) -> None:
-        """Do nothing: only micro-batches of other ranks run with weight 0, and their losses are no 0 / 0."""
+        """Do nothing: `pad` drops each micro-batch whose loss may be 0 / 0."""
 
     def apply(self, plan: Plan, state: DistState, prepared: Prepared) -> tuple[DistState, Report]:
-        """Run the engine's collectives: reduce the remaining gradients, clip and update."""
+        """Let the engine clip the gradients and update the parameters, with collectives."""
         for each in self._beside:
             # At stage 0, the engine would count this gradient in the norm for clipping.
             each.grad = None
@@ -330,7 +330,7 @@ class ZeRO(Strategy):
 
     @contextmanager
     def whole(self, *, writes: bool) -> Iterator[None]:
-        """Gather parameters and optimizer state on all ranks; with `writes`, shard them at the end.
+        """Gather parameters and optimizer state on all ranks; with `writes`, update the shards at the end.
 
         Cost: a gather of each parameter and of each tensor of its state, and memory for all of
         them.
@@ -364,21 +364,18 @@ def _leaves(loss: Tensor) -> list[Tensor]:
 
 
 def _cannot_be_sent(parameter: Tensor) -> bool:
-    """Return whether DeepSpeed fails to send a parameter: a 0-dim one, or one in channels last."""
+    """Return whether DeepSpeed fails to send a parameter: one of 0 dimensions, or in channels last."""
     return not parameter.dim() or parameter.stride(-1) != 1
 
 
 def _sent(model: nn.Module) -> list[Tensor]:
-    """Return the tensors that `build` must send, since the engine does not.
-
-    They are buffers, and parameters of some layouts.
-    """
+    """Return the tensors that the engine does not send: buffers, and parameters of some layouts."""
     return [*model.buffers(), *(p.detach() for p in model.parameters() if _cannot_be_sent(p))]
 
 
 @contextmanager
 def _unsent(model: nn.Module, *, is_sharded: bool) -> Iterator[None]:
-    """Make the engine skip the parameters that `_sent` returns: rank 0 has sent them already."""
+    """A context in which the engine does not send the parameters that rank 0 has sent already."""
     held: list[Any] = [each for each in model.parameters() if _cannot_be_sent(each)]
     for each in held if is_sharded else ():
         # Stage 3 sends and shards every parameter as a flat tensor, so make it contiguous.
@@ -394,7 +391,7 @@ def _unsent(model: nn.Module, *, is_sharded: bool) -> Iterator[None]:
 
 
 class _UnderAutocast(nn.Module):
-    """The loss under the plan's autocast, which the engine's forward disables on an accelerator."""
+    """Computes the loss under the plan's autocast, which the engine disables on an accelerator."""
 
     def __init__(self, module: nn.Module, state: DistState, dtype: torch.dtype) -> None:
         super().__init__()

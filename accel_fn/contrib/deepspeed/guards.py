@@ -1,4 +1,4 @@
-"""Refuse changes to parameters outside of the step, which DeepSpeed's engine would overwrite."""
+"""Refuse reads of shards as if they were whole, and writes that DeepSpeed's engine would overwrite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from accel_fn.errors import StateError
 
 IS_GATHERED = ContextVar("IS_GATHERED", default=False)
-"""Whether `whole` has gathered parameters and optimizer state, so that the program may use them."""
+"""Whether `ZeRO.whole` has gathered parameters and optimizer state, so that the program may use them."""
 
 
 def is_held(parameter: Tensor) -> bool:
@@ -43,13 +43,14 @@ def gathered(model: nn.Module, *, writes: bool) -> Iterator[None]:
 
 
 def refuse_state_dicts(model: nn.Module, optimizer: Optimizer) -> None:
-    """Make `state_dict` and `load_state_dict` of model and optimizer raise if they would be wrong.
+    """Make `state_dict` and `load_state_dict` of model and optimizer raise unless state is gathered.
 
-    Reads would return empty tensors or shards, and the engine's next update would overwrite writes.
+    `state_dict` would return empty tensors or shards. The engine's next update would overwrite the
+    values that `load_state_dict` has written.
     """
     for module in model.modules():
-        # Register functions of this module, not closures, so that a copy of the model can be
-        # pickled.
+        # Register functions of this file, not closures: pickle cannot save closures, and the user
+        # may pickle the model.
         module.register_state_dict_pre_hook(_check_read)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(_check_write)  # type: ignore[no-untyped-call]
     optimizer.register_state_dict_pre_hook(_refuse("optimizer.state_dict"))
@@ -57,7 +58,7 @@ def refuse_state_dicts(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _check_read(module: nn.Module, *_: Any) -> None:
-    # Use `Any`, since DeepSpeed has added attributes to parameters.
+    # The type is `Any`, since DeepSpeed has added attributes to parameters.
     held: list[Any] = [*module.parameters(recurse=False)]
     if any(each.numel() != getattr(each, "ds_numel", each.numel()) for each in held):
         raise StateError(
@@ -94,14 +95,14 @@ def is_overwritten(zero: Any, parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def _copies(zero: Any, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield parts of the model's parameters, and the engine's copies of them."""
+    """Yield pairs of tensors that must be equal: a part of the parameters, and the engine's copy of it."""
     # Only stages 1 and 2 have this attribute.
     if hasattr(zero, "single_partition_of_fp32_groups"):
         for number, copy in enumerate(zero.single_partition_of_fp32_groups):
             rank = torch.distributed.get_rank(zero.real_dp_process_group[number])
             yield zero.parallel_partitioned_bit16_groups[number][rank], copy
     elif getattr(zero, "optimizer_swapper", None) is None and not zero.params_in_nvme_and_cpu:
-        # Use `Any`, since DeepSpeed has added attributes to parameters.
+        # The type is `Any`, since DeepSpeed has added attributes to parameters.
         held: list[Any] = [*parameters]
         for each in held:
             size = each.ds_tensor.numel()

@@ -22,7 +22,7 @@ _OWNED = (
     *("gradient_accumulation_steps", "gradient_clipping", "optimizer"),
     *("bf16", "fp16", "amp", "torch_autocast"),
 )
-"""The sections whose values come from the plan."""
+"""The settings whose values come from the plan."""
 _REPAIRS = {
     **dict.fromkeys(_SIZES, "the loader decides how many samples a rank has"),
     "scheduler": "add schedule(scheduler) to the plan",
@@ -32,7 +32,7 @@ _REPAIRS = {
     "managed_gradient_accumulation": "use accumulate",
     **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor"), "use log_to"),
 }
-"""For each setting that `config` must not have: a repair, or the reason."""
+"""A repair, or the reason, for each setting that a user must not give."""
 _OTHERS = (
     *("activation_checkpointing", "aio", "autotuning", "checkpoint", "comms_logger", "compile"),
     *("communication_data_type", "data_efficiency", "data_types", "dataloader_drop_last"),
@@ -43,7 +43,7 @@ _OTHERS = (
     *("use_node_local_storage", "wall_clock_breakdown", "weight_quantization"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization"),
 )
-"""The other sections that DeepSpeed 0.19 knows: `_check_spelling` accepts them."""
+"""The other settings that DeepSpeed 0.19 knows. `_check_spelling` accepts them."""
 _OF_ZERO = (
     *("offload_optimizer", "offload_param", "sub_group_size", "overlap_comm", "reduce_scatter"),
     *("reduce_bucket_size", "allgather_bucket_size", "allgather_partitions"),
@@ -68,7 +68,7 @@ def read_settings(
     nvme_path: str | os.PathLike[str] | None,
     others: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Join a configuration with the arguments of the call; refuse two values of one setting."""
+    """Join a configuration with the arguments of the call; refuse settings that are wrong or contradict."""
     found = _read(config)
     for key, value in others.items():
         if found.setdefault(key, value) != value:
@@ -92,7 +92,7 @@ def read_settings(
 
 
 def _check_spelling(found: Mapping[str, Any]) -> None:
-    """Refuse misspelled settings: DeepSpeed ignores sections that it does not know."""
+    """Refuse unknown names that resemble a known setting, since DeepSpeed would ignore them."""
     known = [*_OWNED, *_REPAIRS, *_OTHERS, *_OF_ZERO, "stage", "offload", "nvme_path"]
     for key in [each for each in found if each not in known]:
         near = get_close_matches(key, known, n=1, cutoff=0.66)
@@ -148,9 +148,9 @@ def _differs(key: str, first: Any, second: Any) -> ArgumentError:
 
 
 def _decided(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out values "auto" and None, which the plan or a default decides.
+    """Leave out settings that are None or "auto": the plan or a default gives their values.
 
-    An "auto" that depends on the hidden size stays, and `build` fills it in.
+    An "auto" that depends on the model's hidden size stays, and `build` replaces it.
     """
     found = {
         key: value
@@ -166,7 +166,7 @@ def _decided(section: Mapping[str, Any]) -> dict[str, Any]:
 def _set_offload(
     zero: dict[str, Any], offload: str | None, nvme_path: str | os.PathLike[str] | None
 ) -> None:
-    """Keep optimizer state in host memory or in files, and at stage 3 parameters in host memory."""
+    """Add the sections that offload optimizer state, and at stage 3 also parameters; check them."""
     if offload not in (None, "cpu", "nvme"):
         rule = 'be None, "cpu" or "nvme"'
         raise ArgumentError(message(_FUNCTION, "offload", rule, offload))
@@ -239,7 +239,7 @@ def check_agrees(settings: Mapping[str, Any], plan: Plan, max_norm: float | None
 def _both(
     settings: Mapping[str, Any], plan: Plan, max_norm: float | None
 ) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield each setting in both configuration and plan, as (key, the two values, repair)."""
+    """Yield (key, value in the configuration, value in the plan, repair) for each setting that both have."""
     if "gradient_accumulation_steps" in settings:
         num = [getattr(each, "keywords", {}).get("num_parts") for each in plan.split] or [1]
         theirs = settings["gradient_accumulation_steps"]
@@ -276,7 +276,7 @@ def _plain(value: Any) -> Any:
 def engine_config(
     settings: Mapping[str, Any], max_norm: float | None, model: nn.Module
 ) -> dict[str, Any]:
-    """Return the engine's configuration: the step decides batches, micro-batches and precision."""
+    """Return the engine's configuration. The step, not the engine, handles micro-batches and precision."""
     given = {key: value for key, value in settings.items() if key not in _OWNED}
     return {
         "zero_allow_untested_optimizer": True,
@@ -293,7 +293,7 @@ def engine_config(
 def _filled(zero: Mapping[str, Any], size: int | None) -> dict[str, Any]:
     """Replace each "auto" by its value, and add the settings that offloading to files needs.
 
-    If the hidden size is unknown, an "auto" is left out, so DeepSpeed's default applies.
+    If the model's hidden size is unknown, leave out each "auto", so that DeepSpeed's defaults apply.
     """
     found = {key: value for key, value in zero.items() if value != "auto"}
     if size is not None:
@@ -306,14 +306,14 @@ def _filled(zero: Mapping[str, Any], size: int | None) -> dict[str, Any]:
         # has with amsgrad.
         found["offload_optimizer"] = {"buffer_count": 5, **zero["offload_optimizer"]}
     if device_of(zero, "offload_param") == "nvme":
-        # Switch off DeepSpeed's prefetch: it fails, since it requests a parameter twice if forward
-        # and backward both need the parameter.
+        # Switch off DeepSpeed's prefetch. If forward and backward both need a parameter, it requests
+        # the parameter twice and fails.
         found["stage3_prefetch_bucket_size"] = 0
     return found
 
 
 def _hidden_size(model: nn.Module) -> int | None:
-    """Return the hidden size in a model's configuration; if there are several, the largest."""
+    """Return the hidden size in a model's `config`: the largest if there are several, None without one."""
     config = getattr(model, "config", None)
     for each in (config, getattr(config, "text_config", None)):
         sizes = getattr(each, "hidden_sizes", None) or ()
@@ -324,10 +324,10 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 
 def bound_of(clips: Sequence[Any]) -> float | None:
-    """Return the smallest bound of the functions that clip by norm."""
+    """Return the smallest bound of the functions that clip by norm; None without such functions."""
     return min((each.keywords["max_norm"] for each in clips), default=None)
 
 
 def signature_of(clips: Sequence[Any]) -> dict[str, Any]:
-    """Return the clips in the form that a checkpoint compares: as functions of their slot."""
+    """Return the clips in the form that a checkpoint compares: the names of functions by their slot."""
     return {"gradients": ["clip"] * len(clips)} if clips else {}

@@ -1,4 +1,4 @@
-"""The whole state of ZeRO's optimizer by parameter, as on one rank: any strategy can load it."""
+"""Convert ZeRO's optimizer state from shards to whole tensors, which any strategy can load, and back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ States = defaultdict[Tensor, Any]
 def gather_state(
     zero: Any, optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]
 ) -> States:
-    """Gather the state of the optimizer's flat shards by parameter; every rank must call this."""
+    """Return the whole state of each parameter, gathered from flat shards; every rank must call this."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     found: States = defaultdict(dict)
@@ -40,7 +40,7 @@ def write_state(
     groups: Sequence[Sequence[nn.Parameter]],
     whole: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
-    """Cut whole parameters and their state into the optimizer's flat shards."""
+    """Write this rank's part of whole parameters, and of their state, to the optimizer's flat shards."""
     for flat, parameters in _shards(zero, groups):
         with _in_memory(zero, flat):
             _make_entries(optimizer.state[flat], flat, parameters, whole)
@@ -55,9 +55,9 @@ def write_state(
 
 
 def _link(zero: Any) -> None:
-    """Link parameters with their parts of the optimizer's state."""
-    # At stages 1 and 2, DeepSpeed links only once, when the first group has state. Link again:
-    # otherwise the state of other groups would be missing.
+    """Let DeepSpeed's `safe_*` functions find the optimizer's state of each parameter."""
+    # At stages 1 and 2, DeepSpeed links parameters with state only once, when the first group has
+    # state. Link them again, since the state of the other groups would be missing.
     if not _is_stage_3(zero):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
@@ -104,7 +104,7 @@ def _make_entries(
     parameters: Sequence[nn.Parameter],
     whole: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
-    """Add the parameters' state entries to their shard: zeros per element, copies of other values."""
+    """Give a shard the state keys of its parameters: zeros for values per element, copies of other values."""
     # A 0-dim parameter's state has the shape of a step count. So learn from the other parameters
     # which keys hold a value for each element.
     items = [(p, key, value) for p in parameters for key, value in whole.get(p, {}).items()]
@@ -133,7 +133,7 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def _set(parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
-    """Write this rank's part of a whole parameter, or with `key` of a whole state tensor, to the shards."""
+    """Write this rank's part of `value` to its shard: of a parameter, or with `key`, of that state tensor."""
     from deepspeed.utils import (
         safe_set_full_fp32_param,
         safe_set_full_optimizer_state,
@@ -147,8 +147,9 @@ def _set(parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
         else:
             safe_set_full_optimizer_state(parameter, value, key)
         return
-    # DeepSpeed pads a parameter, so that all shards have the same size. Its function for whole values
-    # does not pad, so pad here. Use `Any`, since DeepSpeed has added attributes to parameters.
+    # At stage 3, DeepSpeed pads a parameter, so that all shards have the same size. Its function for
+    # whole values does not pad them, so pad them here. The type is `Any`, since DeepSpeed has added
+    # attributes to parameters.
     held: Any = parameter
     size = held.ds_tensor.numel()
     padded = value.new_zeros(size * torch.distributed.get_world_size())

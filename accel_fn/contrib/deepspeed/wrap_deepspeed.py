@@ -122,7 +122,7 @@ class DeepSpeedSlot(SlotFunction):
 
     @property
     def traits(self) -> frozenset[str]:  # type: ignore[override]
-        """Return the traits, with "shards" if a forward gathers parameters, as at stage 3."""
+        """Return the traits: from stage 1 on "may_skip", and at stage 3, whose forwards gather, "shards"."""
         shards = {"shards"} if self._stage == 3 else set()
         skips = {"may_skip"} if self._stage else set()
         return frozenset({"collectives_in_apply", *shards, *skips})
@@ -133,11 +133,11 @@ class DeepSpeedSlot(SlotFunction):
         return stage
 
     def num_parts(self, size: int) -> Mapping[str, int]:
-        """Return, by name, into how many parts this stage divides optimizer, gradients and parameters."""
+        """Return the number of parts into which `size` ranks divide each kind of memory at this stage."""
         return dict.fromkeys(("optimizer", "gradients", "parameters")[: self._stage], size)
 
     def share(self, plan: Plan, meshes: Mapping[str, Any]) -> None:
-        """Give the optimizer flat shards of its groups in float32, as the engine does."""
+        """For an estimate of memory, replace each group by one flat float32 shard, as the engine does."""
         if self._stage and "dp" in meshes:
             (optimizer,) = plan.optimizers.values()
             for group in optimizer.param_groups:
@@ -157,7 +157,7 @@ class DeepSpeedSlot(SlotFunction):
         return other
 
     def validate(self, state: DistState, plan: Plan) -> None:
-        """Refuse a plan whose transforms the engine would not run as the step does."""
+        """Refuse a plan, settings or a machine with which the engine would fail or train differently."""
         for slot in _REFUSED_SLOTS:
             if getattr(plan, slot):
                 calls = " and ".join(map(describe, getattr(plan, slot)))
@@ -238,7 +238,7 @@ def _check_parameters(plan: Plan) -> None:
 
 
 def check_installed() -> None:
-    """Import DeepSpeed, which is an optional dependency."""
+    """Raise an error that names the extra if DeepSpeed is not installed."""
     try:
         import deepspeed  # noqa: F401
     except ModuleNotFoundError as error:
@@ -269,7 +269,7 @@ def _check_world(state: DistState) -> None:
 
 
 def check_lock(state: DistState, devices: Collection[str] = ()) -> None:
-    """Refuse to start if a killed build left a lock: DeepSpeed would wait for it forever."""
+    """Refuse to start if a build of C++ code holds a lock: if the build was killed, DeepSpeed would hang."""
     from torch.utils.cpp_extension import _get_build_directory
 
     needed = [
@@ -286,7 +286,7 @@ def check_lock(state: DistState, devices: Collection[str] = ()) -> None:
 
 
 def _check_files(settings: Mapping[str, Any]) -> None:
-    """Refuse to offload to NVMe if DeepSpeed cannot keep the state in files here."""
+    """Refuse to offload to files on a machine where DeepSpeed cannot do so."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder import AsyncIOBuilder

@@ -1,4 +1,4 @@
-"""Estimate the memory of a training step without using it; the command `estimate` prints it."""
+"""Estimate the memory of a training step without allocating it. The command `estimate` prints estimates."""
 
 import importlib
 from typing import Any

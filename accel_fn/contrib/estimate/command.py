@@ -1,4 +1,4 @@
-"""The command `estimate`: print the memory of a training step."""
+"""The command `estimate`: print estimates of the memory that a training step takes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _COLUMNS = 4
 
 
 def _counts(context: click.Context, option: click.Parameter, value: str) -> tuple[int, ...]:
-    """Parse one integer >= 1 or several, as in `1,8,64`."""
+    """Parse integers >= 1 that commas separate, such as `1,8,64`."""
     parts = value.split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise click.BadParameter(f"{value!r} is not an integer >= 1, or several such as 1,8,64")

@@ -1,4 +1,4 @@
-"""estimate_memory: the memory of one training step, from a model whose tensors have no data."""
+"""estimate_memory: compute the memory of one training step with tensors that have no data."""
 
 from __future__ import annotations
 
@@ -223,10 +223,10 @@ def estimates(
     runs: dict[Any, _Run] = {}
     for size, count in product(sizes, counts):
         shape = shapes[size]
-        # A split model is sharded along dp, any other model over all ranks.
+        # If `wrap_tp` splits the model, ranks along dp shard it. Otherwise, all ranks do.
         parts = _parts(plan, shape["dp"] if plan.shard_model else size)
-        # If ranks divide nothing, they hold replicas, whose memory does not depend on the number of
-        # ranks. So run once.
+        # If ranks divide nothing, they hold replicas. A replica does not depend on the number of
+        # ranks, so one `_Run` serves every number.
         key = size if parts or plan.shard_model else None
         if key not in runs:
             mine = make()[0] if runs else plan
@@ -241,13 +241,13 @@ def estimates(
 
 
 def _slots(plan: Plan) -> list[SlotFunction]:
-    """Return the functions of the plan that divide a model, in the order of `build`."""
+    """Return the slot functions that may divide the model, in the order in which `build` calls them."""
     given = (*plan.shard_model, *plan.strategy)
     return [each for each in given if isinstance(each, SlotFunction)]
 
 
 def _parts(plan: Plan, size: int) -> dict[str, int]:
-    """Return, by name, into how many parts `size` ranks divide the model's memory."""
+    """Return the number of parts into which `size` ranks divide each kind of memory; omit undivided kinds."""
     found = {name: num for each in _slots(plan) for name, num in each.num_parts(size).items()}
     return {name: num for name, num in found.items() if num > 1}
 
@@ -260,9 +260,9 @@ def _run(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> _Run:
-    """Divide the model as the plan does on these ranks, and run its optimizers once."""
-    # Take the part of the first rank, which is the largest. Make the meshes outside of `mode`,
-    # since torch makes them from tensors with data.
+    """Divide the model as the plan does on a mesh of this shape, and step the plan's optimizers once."""
+    # In these meshes, this process is the first rank, which has the largest part. Make them outside
+    # of `mode`, since torch makes a mesh from a tensor with data.
     meshes = silent_meshes(device, {**shape, "dp": max(parts.values(), default=1)})
     module = None
     model, optimizers, frozen = plan.model, plan.optimizers, plan.frozen
@@ -299,7 +299,8 @@ def _optimizer_class(name: str) -> type[Optimizer]:
 class _NoData(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A mode in which tensors have shapes and devices, but no data.
 
-    A deep copy of a tensor refers to the same mode, since a copy of the mode is the mode itself.
+    A deep copy of a tensor also copies its mode, and torch refuses operations on tensors of two
+    modes. So a copy of this mode is the mode itself.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NoData:
@@ -309,15 +310,15 @@ class _NoData(FakeTensorMode):  # type: ignore[no-untyped-call]
 def _made(
     make_model: Callable[[], Any], make_batch: Callable[[], Any] | None, device: torch.device
 ) -> tuple[nn.Module, Any, Plan | None]:
-    """Make the model and the batch, by one function or by two; move the model off the meta device."""
+    """Call the user's functions for the model, batch and plan; move the model off the meta device."""
     with warnings.catch_warnings():
         # `deepcopy` in the user's function may cause this warning.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         try:
             made = make_model()
         except RuntimeError as error:
-            # To cast a module, torch swaps its parameters for new ones. Fake tensors do not allow
-            # this.
+            # To cast a module, torch swaps its parameters for new ones, which fake tensors do not
+            # support.
             if "Couldn't swap" not in str(error):
                 raise
             rule, got = "make the model in its dtype, and not cast it", str(error)
@@ -342,7 +343,7 @@ def _made_frozen(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> Mapping[str, nn.Module]:
-    """Make the frozen models, in the form in which `build` leaves them."""
+    """Make the frozen models, in evaluation mode and without gradients, as `build` leaves them."""
     made = {} if make_frozen is None else make_frozen()
     are_models = isinstance(made, Mapping) and all(isinstance(m, nn.Module) for m in made.values())
     if not are_models:
@@ -355,7 +356,7 @@ def _made_frozen(
 
 
 def _leave_meta(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Replace tensors on the meta device, or of another dtype, by empty ones; tied tensors stay tied."""
+    """Replace meta tensors, and floating-point tensors to be cast, by empty ones; tied tensors stay tied."""
     moved: dict[Tensor, Tensor] = {}
     slots: list[dict[str, Any]] = []
     for module in model.modules():
@@ -379,7 +380,7 @@ def _emptied(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) ->
 def _optimizers(
     model: nn.Module, kind: type[Optimizer] | None, plan: Plan | None
 ) -> Mapping[str, Optimizer]:
-    """Make an optimizer, or take those of a plan."""
+    """Make an optimizer of `kind`. Without `kind`, return the plan's, or make AdamW if there is no plan."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         rule = "have parameters that require a gradient"
@@ -394,7 +395,7 @@ def _optimizers(
 
 
 def _step_once(optimizers: Iterable[Optimizer]) -> None:
-    """Run the first step of optimizers, so that all their state exists."""
+    """Run the first step of each optimizer with zero gradients, so that all of its state exists."""
     for each in optimizers:
         for parameter in _given(each):
             parameter.grad = torch.zeros_like(parameter)
@@ -414,13 +415,13 @@ def _given(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, without a copy."""
+    """Return this rank's shard of a tensor, or a whole tensor unchanged; copy no data."""
     return tensor.to_local().detach() if is_sharded(tensor) else tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Runs steps of one model, and measures them for several sizes of micro-batch."""
+    """Runs steps of one model, and measures their memory for micro-batches of any size."""
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
@@ -430,13 +431,13 @@ class _Run:
     frozen: Sequence[Tensor]
     """Parameters and buffers of frozen models."""
     parts: Mapping[str, int]
-    """By name, such as "gradients": into how many parts ranks divide memory that this model holds
-    as a whole."""
+    """The number of parts into which ranks would divide each kind of memory, such as "gradients",
+    that this model holds whole. Only `wrap_deepspeed` has such kinds."""
     sharded: nn.Module | None
-    """The module that computes the loss from shards, and gathers parameters for it; None without
-    shards."""
+    """The module of `wrap_fsdp`, which gathers parameters and computes the loss; None without
+    `wrap_fsdp`."""
     whole: Sequence[Tensor]
-    """The parameters in the form that a forward uses."""
+    """The parameters that a forward uses after `wrap_fsdp` has gathered them."""
 
     def estimate(
         self, batch: Any, world_size: int, num_places: int, num_microbatches: int
@@ -455,8 +456,8 @@ class _Run:
         if batch is not None:
             part = _microbatch(batch, num_places, num_microbatches)
         several = num_microbatches > 1
-        # Gradients stay allocated in DDP's buckets, and while micro-batches are summed. Other
-        # gradients are allocated in the backward, and freed by the update.
+        # Gradients stay allocated in DDP's buckets, and while a rank sums micro-batches. Otherwise,
+        # the backward allocates them and the update frees them.
         is_split = any(map(is_sharded, trained))
         kept = self.sharded is None and (several or (num_places > 1 and not is_split))
         gradients = [torch.zeros_like(each) for each in trained]
@@ -471,7 +472,8 @@ class _Run:
             gradients += [torch.zeros_like(each, dtype=torch.float32) for each in halves]
         fixed = {"parameters": [*map(_local, parameters)], "gradients": gradients}
         sizes = {name: _bytes(each) for name, each in fixed.items()}
-        # A module's parameters, and their gradients, are whole while the module computes.
+        # While a module computes, its parameters and gradients are whole. So the peak has those of
+        # the largest module.
         most = max(_bytes(module.parameters(recurse=False)) for module in self.model.modules())
         beside = 0
         for name in self.parts.keys() & fixed.keys():
@@ -497,7 +499,7 @@ class _Run:
         )
 
     def _step(self, part: Any, held: Sequence[Tensor], several: bool) -> tuple[int, int]:
-        """Return the bytes alive between forward and backward, and the peak of the step."""
+        """Run a step; return the bytes alive between forward and backward, and the most alive at once."""
         with _Ledger(held) as ledger:
             if self.sharded is not None and several:
                 # Before the last micro-batch, gradients are not sharded yet.
@@ -518,7 +520,7 @@ class _Run:
         with casting:
             run = self.sharded or partial(self.loss_fn, self.model)
             found = run(part)
-            # If the loss has several terms, sum them.
+            # A loss may be a vector of terms, and a backward needs one number.
             loss: Tensor = found[0] if isinstance(found, tuple) else found
             return loss.sum()
 
@@ -528,7 +530,7 @@ def _summed(dtype: torch.dtype) -> torch.dtype:
 
 
 def _block(plan: Plan, batch: Any, shape: Mapping[str, int]) -> Any:
-    """Cut sequences to the longest block of any rank, if the plan has `wrap_cp`."""
+    """If the plan has `wrap_cp`, cut sequences to the most tokens that a rank computes."""
     for each in plan.having("cuts_sequences") if batch is not None else ():
         dims, num_blocks = each.keywords["dims"], shape.get(each.keywords["axis"], 1)
         lengths = {batch[name].shape[dim] for name, dim in dims.items() if name in batch}
@@ -546,7 +548,7 @@ def _shortened(tensor: Tensor, length: int, to: int) -> Tensor:
 
 
 def _microbatch(batch: Any, num_parts: int, num_microbatches: int) -> Any:
-    """Copy the largest micro-batch of any rank."""
+    """Return a copy of the largest micro-batch that a rank computes."""
     if num_parts > count_samples(batch):
         rule = f"make at most {count_samples(batch)} parts of the global batch, of a sample each"
         raise ArgumentError(message(_FUNCTION, "world_sizes", rule, num_parts))
@@ -562,7 +564,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of every storage that an operation makes, until it is freed."""
+    """Counts the bytes of live storages: those of the given tensors, and those that operations make."""
 
     def __init__(self, held: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -572,8 +574,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(tensor)
 
     def __enter__(self) -> Any:
-        # Watch `resize_` too: FSDP frees whole parameters by it, and `__torch_dispatch__` does not
-        # see it.
+        # Watch `resize_` too. FSDP frees whole parameters by it, and it does not call
+        # `__torch_dispatch__`.
         storages: Any = torch.UntypedStorage
         self._resize = storages.resize_
         storages.resize_ = lambda storage, size: self._resized(storage, size)
@@ -606,8 +608,8 @@ class _Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(each, "__tensor_flatten__") for each in types):
-            # Let torch dispatch to the shard's class. This class then sees the operations on this
-            # rank's part.
+            # Let torch call the sharded tensor's own dispatch first. The ledger then sees the
+            # operations on this rank's shard.
             return NotImplemented
         found = func(*args, **(kwargs or {}))
         for each in tensors_of(found):
