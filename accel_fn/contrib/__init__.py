@@ -1,4 +1,4 @@
-"""Plug-ins: each uses only public names, and could be a separate package."""
+"""Plug-ins: each uses only names that any package may use, and could be a separate package."""
 
 from accel_fn.names import lazy_names
 

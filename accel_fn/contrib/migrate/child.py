@@ -38,8 +38,8 @@ class Part:
     """The loss that enters the backward, divided as the script and accelerate divide it."""
     rows: int
     num_labels: tuple[int, ...] = ()
-    """The number of labels other than -100: all of them, and those without the first of each
-    row; () without labels."""
+    """Two numbers of labels other than -100: in all positions, and in all but the first of each
+    row. () if the batch has no labels."""
     shapes: tuple[tuple[int, ...], ...] = ()
     """The shape of a row in each tensor of the batch."""
 
@@ -51,11 +51,11 @@ class Seen:
     loss: float
     rows: int
     is_double: bool
-    """Whether the loss has float64."""
+    """Whether the loss is float64."""
     position: str
-    """A checksum of the random generators after the update."""
+    """A checksum of the host's random generator after the update."""
     draws: bool = False
-    """Whether the step drew from these generators, as dropout does."""
+    """Whether the step itself drew from torch's global generators, as dropout does; False for OLD."""
     parts: tuple[Part, ...] = ()
     is_cleared: bool = False
     """Whether the script has cleared gradients of the update between a backward and the step."""
@@ -190,7 +190,7 @@ class _Watch:
         return backward
 
     def of_accelerate(self, run: Callable[..., None]) -> Callable[..., None]:
-        """Wrap `Accelerator.backward`, so that it records its argument without fp16's scale."""
+        """Wrap `Accelerator.backward`, so that it records the divided loss, before fp16 scales it."""
 
         def backward(accelerator: Any, loss: Tensor, **kwargs: Any) -> None:
             self._found.divisor = accelerator.gradient_accumulation_steps
@@ -226,7 +226,7 @@ class _Watch:
         self._batch, self._is_new = batch, True
 
     def _note(self, loss: Tensor) -> None:
-        """Add a backward; if several losses of one update share rows, these count once."""
+        """Record a backward. If several losses of an update use one batch, its rows count once."""
         rows = _num_rows(self._batch) if self._is_new else 0
         self._is_new = False
         self._is_double = loss.dtype == torch.float64
@@ -234,7 +234,7 @@ class _Watch:
         self._parts.append(Part(float(loss.detach()), rows, labels, shapes))
 
     def end_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """End an update; a second optimizer that steps for the same losses begins no new one."""
+        """Record an update. If a second optimizer steps after the same backwards, do nothing."""
         if not self._parts:
             return
         parts, self._parts = tuple(self._parts), []

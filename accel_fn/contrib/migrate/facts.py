@@ -31,7 +31,7 @@ class Facts(Objects):
 
     @cached_property
     def backwards(self) -> list[cst.Call]:
-        """The calls of backward, in order."""
+        """Return the calls of `Accelerator.backward`, in order."""
         return self._method_calls("backward")
 
     @cached_property
@@ -70,7 +70,7 @@ class Facts(Objects):
         return next((name for each in given if (name := self.loader_in(each))), "")
 
     def loader_in(self, node: cst.BaseExpression) -> str:
-        """Return the first loader in an expression, or in what makes one of its variables."""
+        """Return the first loader in an expression, or in the value of one of its variables; else ""."""
         names = [
             self.code(each) for each in walk(node) if isinstance(each, cst.Name | cst.Attribute)
         ]
@@ -92,7 +92,7 @@ class Facts(Objects):
 
     @cached_property
     def counting_loops(self) -> dict[Loop, str]:
-        """Return the loops over an update's batches, `for _ in range(k): next(...)`, by k."""
+        """Return the loops over an update's batches, `for _ in range(k): next(...)`, each with its k."""
         found = {}
         for loop in self._backward_of:
             outer = self.loop_around(loop)
@@ -167,7 +167,7 @@ class Facts(Objects):
     def reads_after(
         self, call: cst.Call, names: Iterable[str], leave_out: set[cst.CSTNode]
     ) -> Iterator[tuple[str, int]]:
-        """Yield these names, each with the first line that reads it in the loop after a call."""
+        """Yield those of these names that the loop reads after a call, each with the first such line."""
         loop = self.loop_around(call)
         left = {*names}
         for node in walk(loop.body) if loop is not None else ():
@@ -301,7 +301,7 @@ class Facts(Objects):
 
     @cached_property
     def num_microbatches(self) -> str:
-        """The number of batches of an update, as the script writes it; empty if it is one."""
+        """Return the number of batches of an update, as the script writes it; "" for one batch."""
         for maker, name in (
             ("Accelerator", "gradient_accumulation_steps"),
             ("GradientAccumulationPlugin", "num_steps"),
@@ -327,8 +327,8 @@ class Facts(Objects):
     def lengths_of_schedules(self, optimizers: Iterable[str]) -> Iterator[cst.Call]:
         """Yield the calls of `len` that make a schedule shorter when a batch has all samples of an update.
 
-        These are the lengths of a loader that the script trains on, not divided by the number of
-        batches of an update, in what makes a schedule of one of these optimizers.
+        Each call takes the length of a training loader, to make a schedule of one of these
+        optimizers, and the script does not divide by the number of batches of an update.
         """
         loaders = {*self.training_loaders, *map(self.renamed.get, self.training_loaders)}
         for name in self._schedulers_of_updates if self.num_microbatches else ():
@@ -365,7 +365,7 @@ class Facts(Objects):
         ]
 
     def _behind(self, name: str, seen: set[str]) -> Iterator[cst.BaseExpression]:
-        """Yield the value of a variable, and those of the variables in it that are not prepared."""
+        """Yield the value of a variable and, recursively, of the variables in it that are not prepared."""
         value = self._assigned.get(name)
         if value is None or name in seen:
             return
@@ -431,7 +431,7 @@ class Facts(Objects):
 
     @cached_property
     def traits(self) -> set[str]:
-        """Return the script's traits, by which the table selects its differences from accel_fn."""
+        """Return the script's traits, by which `_add_use` selects the differences in the table."""
         text = self.text
         kinds = list(self.kinds.values())
         scales = self._constructor.get("mixed_precision", '"no"').strip("\"'") not in ("no", "bf16")

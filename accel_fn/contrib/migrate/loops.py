@@ -29,7 +29,7 @@ _TRANSPARENT = ("accumulate", "autocast", "no_sync")
 
 @dataclass(frozen=True)
 class Loop:
-    """The code that replaces the training of one `backward`."""
+    """The code that replaces one `backward`, the loss before it and the update after it."""
 
     number: int
     """The line of the backward."""
@@ -65,7 +65,7 @@ class Backward:
         self.before = list(self._statements(self._body.body))
         self.loss = self._undivided(call.args[0].value) if call.args else None
         self._values = [] if self.loss is None else [self.loss]
-        """The values that the function in place of the loop returns."""
+        """The values that the new function returns."""
         self.kept = self._slice({name for each in self._values for name in names_in(each)})
 
     @cached_property
@@ -76,7 +76,7 @@ class Backward:
     # ---- the statements before the backward
 
     def _statements(self, block: Iterable[cst.CSTNode]) -> Iterator[cst.CSTNode]:
-        """Yield the statements of a pass before the backward, without contexts of accelerate."""
+        """Yield the statements of the loop's body before the backward, without contexts of accelerate."""
         for each in block:
             inside = self.call in set(walk(each))
             if isinstance(each, cst.With) and (inside or self._is_transparent(each)):
@@ -164,7 +164,7 @@ class Backward:
         return is_batch or self.facts.code(value) == self.facts.code(node.targets[0].target)
 
     def _unmoved(self, node: cst.BaseExpression) -> cst.BaseExpression:
-        """Return the object that an expression moves: `x` of `x.to(device)`; or the expression."""
+        """Return the object that an expression moves, such as `x` of `x.to(device)`; else the expression."""
         is_move = (
             isinstance(node, cst.Call)
             and isinstance(node.func, cst.Attribute)
@@ -246,7 +246,7 @@ class Backward:
 
     @cached_property
     def optimizers(self) -> list[str]:
-        """Return the optimizers that step between this backward and the next; else the first."""
+        """Return the optimizers that step between this backward and the next; without any, the first one."""
         return self.own_optimizers or self.facts.steps_between(0, None)[:1]
 
     @cached_property
@@ -494,7 +494,7 @@ class Backward:
         return ""
 
     def _check(self, in_losses: set[cst.CSTNode]) -> None:
-        """Add a note for each thing that the loss needs and a loss function does not have."""
+        """Add notes on work by hand, such as for names in the loss that a loss function cannot read."""
         facts = self.facts
         if self.loss is None:
             self._note(self.call, "backward has no argument")
@@ -546,7 +546,7 @@ class Backward:
             )
 
     def _check_names(self, local: set[str]) -> None:
-        """Add a note for each name in the loss that is not defined in it or around it."""
+        """Add a note for each name in the loss that the loop changes, or that only another function has."""
         facts = self.facts
         own = {*facts.trained, *facts.frozen, *self.models, *facts.devices, *local}
         loops = [
@@ -604,7 +604,7 @@ class Prediction(Backward):
         return value if value.isidentifier() else f"rows_{number}"
 
     def program(self, loader: str) -> str:
-        """Write a function of the rows and the call of `af.predict`; "" if the loop does more than gather."""
+        """Write `predict_fn` and the call of `af.predict`; return "" if the loop does more than gather."""
         nodes = [node for part in [*self.kept, *self._values] for node in walk(part)]
         local = {name for each in self.kept for name in writes(each)} | self._batch_names
         changed = {*writes(self.loop or self.call)} - local
@@ -637,7 +637,7 @@ class Prediction(Backward):
 
 
 def _returned(lines: list[str], loss: str) -> list[str]:
-    """End a function with its loss; if its last line is `loss = ...`, that becomes the return."""
+    """End a function with the return of its loss. If it ends with `loss = ...`, replace that statement."""
     head = f"    {loss} = "
     if lines[-1].startswith(head):
         return [*lines[:-1], f"    return {lines[-1].removeprefix(head)}"]
@@ -682,7 +682,7 @@ def names_in(node: cst.CSTNode | None) -> Iterator[str]:
         else:
             yield from names_in(node.value)
     elif isinstance(node, cst.Arg):
-        # Leave out the keyword.
+        # The keyword names a parameter of the called function, not a variable.
         yield from names_in(node.value)
     elif isinstance(node, cst.BaseComp | cst.Lambda):
         own = {

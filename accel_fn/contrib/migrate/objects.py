@@ -19,14 +19,14 @@ _KINDS = {
 """Patterns that find the kind of an argument of `prepare`, by its name or by the call that makes
 it. An argument that matches no pattern is a model."""
 _SET_SEED_OF_TRANSFORMERS = "transformers.set_seed"
-"""Scripts import this function instead of accelerate's `set_seed`, which does the same."""
+"""Some scripts import this function instead of accelerate's `set_seed`, which does the same."""
 RANK = r"[\w.]+\.(local_)?process_index"
 """A pattern for accelerate's attributes that hold this process's rank."""
 _AVERAGE = r"EMA|ExponentialMovingAverage|AveragedModel|ModelEma"
 
 
 class Objects(Source):
-    """The objects of a script, by the names that it gives them."""
+    """The objects that a script gets from accelerate or prepares with it, by their names."""
 
     @cached_property
     def imports_accelerate(self) -> bool:
@@ -45,7 +45,7 @@ class Objects(Source):
         return any(self.code(each).split(".")[0] == "accelerate" for each in modules)
 
     def name_in_accelerate(self, node: cst.CSTNode) -> str | None:
-        """Return the class or function of accelerate that a node names; None for part of a name."""
+        """Return the class or function of accelerate that a node names; None for only a part of a name."""
         parent = self.parents[node]
         if isinstance(parent, cst.Attribute) and self._imported(parent):
             return None
@@ -86,7 +86,7 @@ class Objects(Source):
         }
 
     def is_accelerator(self, node: cst.CSTNode) -> bool:
-        """Return whether a node is a variable or an attribute that holds an Accelerator."""
+        """Return whether a node is a variable or an attribute that holds an accelerator or a state."""
         is_name = isinstance(node, cst.Name | cst.Attribute)
         return is_name and last(self.code(node)) in self._accelerators
 
@@ -122,7 +122,7 @@ class Objects(Source):
         }
 
     def only_moves(self, node: cst.Attribute) -> bool:
-        """Return whether the statement around `accelerator.device` only moves a variable there."""
+        """Return whether the statement around `accelerator.device` only moves a variable to this device."""
         call = self.parents[self.parents[node]]
         if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Attribute):
             return False
@@ -151,11 +151,11 @@ class Objects(Source):
 
     @cached_property
     def _constructor(self) -> dict[str, str]:
-        """The arguments by name with which the script makes accelerators."""
+        """Return the keyword arguments with which the script makes accelerators."""
         return self._settings("Accelerator")
 
     def _settings(self, maker: str) -> dict[str, str]:
-        """Return the arguments by name with which the script calls a class of accelerate."""
+        """Return the keyword arguments with which the script calls a class of accelerate."""
         return {
             name: self.code(value)
             for call in self._calls_of(maker)
@@ -164,7 +164,7 @@ class Objects(Source):
         }
 
     def keywords(self, argument: cst.Arg) -> dict[str, cst.BaseExpression]:
-        """Return the arguments by name that an argument gives: one, or those of a dictionary after `**`."""
+        """Return the keyword arguments in an argument of a call: one, or the entries of a `**` dictionary."""
         if argument.keyword is not None:
             return {argument.keyword.value: argument.value}
         return self._entries(self.code(argument.value)) if argument.star == "**" else {}
@@ -186,7 +186,7 @@ class Objects(Source):
         return literal | later
 
     def condition(self, call: cst.Call, name: str, value: cst.BaseExpression) -> str:
-        """Return the condition on which a constructor gets an argument; "" if it always does."""
+        """Return the condition on which an accelerator is made with an argument; "" if it always is."""
         settings = [
             {key for each in other.args for key in self.keywords(each)}
             for other in self._calls_of("Accelerator")
@@ -223,7 +223,7 @@ class Objects(Source):
         return f"{seed} + state.rank" if is_own else seed
 
     def _written_at(self, node: cst.BaseExpression, place: cst.CSTNode) -> str:
-        """Write an expression for `place`: variables assigned below it become values."""
+        """Write an expression for use at `place`: replace variables that the script assigns below it."""
         function, edits = self.function_around(place), list[Edit]()
         for each in walk(node):
             value = self._assigned.get(each.value) if isinstance(each, cst.Name) else None
@@ -303,12 +303,12 @@ class Objects(Source):
 
     @cached_property
     def made_lines(self) -> list[int]:
-        """Return the last lines of the statements that make what the recipe and the plan take."""
+        """Return the last lines of the statements that make the arguments of the recipe and the plan."""
         made = [self._assigned[name] for name in self.own_schedulers]
         return [*self.prepare_lines, *(self.positions[each].end.line for each in made)]
 
     def is_local_elsewhere(self, name: str, node: cst.CSTNode) -> bool:
-        """Return whether a name is local to a function around the node that never prepares."""
+        """Return whether a name is local to the function around a node, and only other functions prepare."""
         function = self.function_around(node)
         prepared = {self.function_around(each) for each in self._method_calls("prepare")}
         if function is None or not prepared or function in prepared or name.startswith("self."):
@@ -369,7 +369,7 @@ class Objects(Source):
 
     @cached_property
     def frozen(self) -> list[str]:
-        """Return the models that are placed or frozen and not trained."""
+        """Return the models that the script moves to a device or freezes, and does not train."""
         placed = {
             name
             for name, calls in self._calls_on.items()

@@ -107,7 +107,7 @@ def read_script(path: Path) -> Script:
 
 
 def _recipe(found: list[str]) -> list[str]:
-    """Return the transforms of the recipe, each once, in an order that reads well."""
+    """Return the transforms of the recipe with `place` and a wrap, each once, in a readable order."""
     names = {_name(each) for each in found}
     if len(names & _WRAPS) > 1:
         # A script with several wraps chooses one by its launch's settings, as wrap_as_launched
@@ -152,7 +152,7 @@ class _Reader:
         """The backwards that are followed by an update."""
         self._in_loss = {node for each in self._backwards for node in each.kept}
         self._done: set[cst.CSTNode] = set()
-        """Nodes in parts of lines that are replaced as a whole."""
+        """Nodes inside of code that is replaced as a whole. `read` skips them."""
 
     def loops(self) -> list[Loop]:
         """Return the code that replaces each loop."""
@@ -241,16 +241,16 @@ class _Reader:
         return is_read or self._has_factor(node)
 
     def _read_argument(self, node: cst.Arg) -> bool:
-        """If only accelerate's loggers take an argument, add its use; return whether it is so."""
+        """If only accelerate's loggers have this argument, add its use; return whether they do."""
         key = f"logger({self.facts.code(node).rstrip(', ')})"
         if key in TABLE:
             self._add_use(node, key)
         return key in TABLE
 
     def _has_factor(self, node: cst.Assign | cst.AugAssign | cst.Arg) -> bool:
-        """Remove the numbers of ranks and batches, if they are factors, from a line with a length.
+        """If a length or rate has a factor that a step does not need, add its use without the factor.
 
-        Returns whether the line has such a factor.
+        Returns whether there is such a factor.
         """
         if not isinstance(node, cst.Arg) and any(
             isinstance(each, cst.Call) and each.args for each in walk(node)
@@ -370,7 +370,7 @@ class _Reader:
         return any(each.call is call and each.draws for each in self._backwards)
 
     def _read_plugin(self, node: cst.Attribute) -> bool:
-        """Add the use of `accelerator.state.fsdp_plugin`, also by getattr; return whether it is one."""
+        """Add the use of a plugin of `accelerator.state`, also by getattr; return whether there is one."""
         around = self.facts.parents[node]
         found = around if isinstance(around, cst.Attribute) else self.facts.parents[around]
         text = self.facts.code(found)
@@ -435,7 +435,7 @@ class _Reader:
             key = "grouped loader" if self.facts.is_grouped else "loader"
             trains = to in self.facts.training_loaders
             k = self.facts.num_microbatches if trains else "1"
-            # If the script has its own sampler, the order is the sampler's.
+            # `order="torch"` shuffles as the script does. If it has a sampler, that decides the order.
             order = ', order="torch"' if trains and not self.facts.has_sampler else ""
             values = {"to": to, "loader": name, "k": k, "order": order}
             self._add_use(node, f"accelerator.prepare({key})", values)
@@ -510,7 +510,7 @@ class _Reader:
         return self._owned(Prediction(self.facts, loop).program(self.facts.evaluation_loops[loop]))
 
     def _read_assignment(self, node: cst.Assign | cst.AugAssign) -> bool:
-        """If a line moves into the loss or is deleted, add its use; return whether it is so."""
+        """If an assignment moves into the loss or is deleted, add its use; return whether it does or is."""
         if node in self._in_loss:
             self._add_use(node, "loss")
             return True

@@ -24,7 +24,7 @@ Edit = tuple[int, int, str]
 
 
 class Source:
-    """A script, without knowledge of any library."""
+    """The syntax tree of a script. The questions that it answers need no knowledge of any library."""
 
     def __init__(self, wrapper: MetadataWrapper) -> None:
         self.module = wrapper.module
@@ -62,7 +62,7 @@ class Source:
         return [0, *accumulate(map(len, lines), initial=0)]
 
     def edited(self, node: cst.CSTNode, edits: Iterable[Edit]) -> str:
-        """Return the source of a node with these edits, without edits inside of other edits."""
+        """Return the source of a node with these edits. Skip an edit that lies inside another one."""
         start, end = self.span(node)
         at = self.positions[node].start.column
         text, done = " " * at, start
@@ -105,7 +105,7 @@ class Source:
         return ""
 
     def stands_for_itself(self, node: cst.CSTNode) -> bool:
-        """Return whether a node is a variable, or an attribute of one that is read whole."""
+        """Return whether a node is an expression, not only the name of an attribute or of an argument."""
         parent = self.parents[node]
         is_part = isinstance(parent, cst.Attribute) and node is parent.attr
         return not is_part and not (isinstance(parent, cst.Arg) and node is parent.keyword)
@@ -134,7 +134,7 @@ class Source:
         )
 
     def names_in_making(self, name: str) -> set[str]:
-        """Return the names in the expression that makes an object."""
+        """Return the source of each node in the expression that makes an object, such as its variables."""
         made = self._assigned.get(name)
         return {self.code(each) for each in walk(made)} if made is not None else set()
 
@@ -166,5 +166,5 @@ def last(name: str) -> str:
 
 
 def joined(lines: Iterable[str]) -> str:
-    """Join lines of source to one."""
+    """Join the lines of a statement or expression to one line."""
     return " ".join(each.strip() for each in lines).replace("( ", "(").strip()

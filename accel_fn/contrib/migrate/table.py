@@ -119,7 +119,7 @@ TABLE: dict[str, Row] = {
         None, "af.schedule(..., every={loader}) steps it in an epoch's last batch.", (10,)
     ),
     "move": Row(None, "af.place() moves the model and the batches."),
-    # The constructor.
+    # The constructor of an accelerator.
     "Accelerator": Row("state = af.init({init})", differences=(17, 22)),
     "Accelerator(device_placement)": Row("", "Without af.place() nothing is moved."),
     "Accelerator(split_batches)": Row(None, "A batch is that of all processes, always."),
@@ -421,7 +421,7 @@ TABLE: dict[str, Row] = {
     "accelerator.set_device": Row("af.init(device=...)"),
     "accelerator.default_device": Row("state.device"),
     "accelerator.initialized": Row(None, "A state is an argument."),
-    # Settings.
+    # Classes of settings.
     "DataLoaderConfiguration": Row(
         None, "shard_loader: every sample once, in an order computed from the seed.", (2, 13)
     ),

@@ -17,7 +17,7 @@ from accel_fn.contrib.migrate.child import Part, Recording, Seen, record
 from accel_fn.errors import RankError
 
 _RELATIVE = {True: 1e-9, False: 1e-4}
-"""The largest relative difference of two losses. True: the old script computes in float64."""
+"""The largest relative difference of losses that count as equal, by whether OLD computes in float64."""
 _ABSOLUTE = {True: 1e-12, False: 1e-6}
 NOT_COMPARED = "not compared"
 _SHOWN = 30
@@ -32,7 +32,7 @@ class Result:
     num_equal: int
     """The number of equal updates, from the first."""
     difference: str = ""
-    """The first update that differs, with both values; empty if all are equal."""
+    """The first update that differs, with both values, or `NOT_COMPARED`; empty if all are equal."""
     explanation: str = ""
     """The known difference that explains it; empty if there is none."""
     is_theirs: bool = False
@@ -66,8 +66,8 @@ def verify(
     Returns:
         The comparison of OLD with NEW on one process, and of NEW on one process with NEW on two.
     """
-    # Two processes cannot share one accelerator: then they, and the runs to which they are
-    # compared, use the CPU.
+    # Two processes cannot share one accelerator. If there is only one, run both on the CPU, and also
+    # the run on one process to which they are compared.
     has_two = torch.accelerator.device_count() > 1
     cpu = torch.accelerator.is_available() and not has_two
 
@@ -182,14 +182,14 @@ def _explained(old: Recording, new: Recording, index: int, *, is_double: bool) -
 
 
 def _is_shifted(old: Recording, new: Seen, index: int) -> bool:
-    """Return whether OLD's first update has one batch, and NEW's also the next ones of a whole window."""
+    """Return whether OLD's first update has only one batch, where NEW's has a whole window of batches."""
     parts = [part for each in old.updates[:2] for part in each.parts]
     is_first = index == 0 and len(old.updates[0].parts) == 1 < len(parts) - 1
     return is_first and new.rows == sum(part.rows for part in parts[:-1])
 
 
 def _explained_by_weights(old: Recording, new: Seen, index: int, *, is_double: bool) -> str:
-    """Describe the weights of an update's batches that turn OLD's loss into NEW's, or ""."""
+    """Describe the weights with which the losses of OLD's batches give NEW's loss; "" if there are none."""
     parts = old.updates[index].parts
     most = max([old.divisor, *(len(each.parts) for each in old.updates[: index + 1])])
     means = [part.value * most for part in parts]
@@ -218,13 +218,13 @@ def _explained_by_weights(old: Recording, new: Seen, index: int, *, is_double: b
 
 
 def _draws(run: Recording) -> bool:
-    """Return whether most updates draw from the global generator, and not only its loader."""
+    """Return whether most updates draw random numbers. A loader alone draws once per epoch."""
     positions = [each.position for each in run.updates]
     changes = [a != b for a, b in itertools.pairwise(positions)]
     return run.uses_draw or 2 * sum(changes) > len(changes)
 
 
 def a_list(parts: Sequence[Part], place: int) -> str:
-    """Format the numbers of labels of the parts of an update as a list."""
+    """Return the number of labels of each backward of an update, as a text."""
     numbers = [str(part.num_labels[place]) for part in parts]
     return " and ".join([", ".join(numbers[:-1]), numbers[-1]]) if len(numbers) > 1 else numbers[0]

@@ -1,4 +1,4 @@
-"""Arrange the values of runs as charts, each with its curves and marks."""
+"""Arrange the logged values of runs as charts of curves, and find the steps that charts mark."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _LAST = (
 _KNOWN = (*_FIRST, *_LAST, "peak_memory")
 # With more runs than this, all curves have one width: the first would be too thick.
 _MOST_WIDE = 4
-# From this ratio of highest to lowest value on, use a logarithmic axis: a linear one hides the end
-# of a curve.
+# If the highest loss is more than this many times the lowest, use a logarithmic axis: a linear one
+# hides the end of a curve.
 _LOG_FROM = 100
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The values of one name in one run, and their look."""
+    """The values of one name in one run, and the color, dashes and width of their line."""
 
     run: int
     """The index of the run among all runs."""
@@ -92,7 +92,7 @@ class Marks:
 
 
 def arrange(runs: Sequence[Run]) -> list[Chart]:
-    """Make a chart for each kind of value: losses first, then metrics, then speed and the rest."""
+    """Make a chart for each kind of value: the loss first, then metrics, then the names in `_LAST`."""
     names: dict[str, dict[str, None]] = {}
     for name in itertools.chain.from_iterable(run.columns for run in runs):
         if name != "time" and name.rpartition("/")[2] != "skipped_updates":
@@ -103,7 +103,7 @@ def arrange(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _curves(runs: Sequence[Run], names: list[str]) -> Iterator[Curve]:
-    """Yield the curves of a chart: color by run and dashes by name; for one run, color by name."""
+    """Yield the curves of a chart. Several runs differ in color and names in dashes; else names in color."""
     for (run_place, run), (place, name) in itertools.product(enumerate(runs), enumerate(names)):
         if name in run.columns:
             column = run.columns[name]
@@ -150,7 +150,7 @@ def marks(run: Run) -> Marks:
 
 
 def thinned(column: Column, most: int) -> Column:
-    """Keep the lowest and highest value of each range of steps, and the first and last value."""
+    """Keep the lowest and highest value and one gap of each range, and the first and last value."""
     steps, values = column
     size = -(-2 * len(steps) // most)
     if size < 3:
@@ -158,7 +158,7 @@ def thinned(column: Column, most: int) -> Column:
     kept = {0, len(steps) - 1}
     for start in range(0, len(steps), size):
         places = range(start, min(start + size, len(steps)))
-        # A value that is not finite is a gap in the curve, which must be visible.
+        # A value that is not finite is drawn as a gap in the curve. Keep one, so that it stays visible.
         gap = next((place for place in places if not math.isfinite(values[place])), None)
         finite = [place for place in places if math.isfinite(values[place])]
         by_value = sorted(finite, key=values.__getitem__)

@@ -33,7 +33,8 @@ _PAUSED = "paused"
 the run, so this time is in no category."""
 
 _PRIORITY = ("down", _PAUSED, "compile", "repeated", "checkpoints", "evaluation", "start", "other")
-"""Categories in order of priority, for times that overlap: the save of a lost step is lost time."""
+"""Categories by priority. Where claims overlap, the first one counts: a save between repeated steps is
+"repeated"."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,11 @@ class Goodput:
     """The wall time of a run by category."""
 
     microseconds: dict[str, int]
-    """The time in each category. Integers sum to the wall time exactly."""
+    """The time in each category, in integers, which sum to the wall time exactly."""
 
     paused: int
-    """The time between processes that had ended and the next ones, which is in no category."""
+    """The microseconds between a process that ended without an error and the next. They are in no
+    category."""
 
     processes: int
     """The number of processes that trained, one after the other."""
@@ -71,12 +73,12 @@ class _Entry(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Return the event's kind: `line` for a line of values, `lost` for a line that was cut."""
+        """Return the kind: `line` for a line of values, `lost` for the last line that a load cut off."""
         return str(self.values["event"])
 
     @property
     def spent(self) -> int:
-        """Return the microseconds that the event took, up to its time."""
+        """Return the microseconds that the event took. Its `time` is the end."""
         return max(_microseconds(self.values.get("seconds")) or 0, 0)
 
 
@@ -135,12 +137,12 @@ def _microseconds(seconds: Any) -> int | None:
 
 
 def _entries(run: Run) -> Iterator[_Entry]:
-    """Yield an entry for each line, each event, and the last line that each load has cut off."""
+    """Yield an entry for each line, for each event, and for the last of the lines that a load cut off."""
     waits, skips = map(_by_step, (run.of_plans("data_wait"), run.of_plans("skipped_updates")))
     for step, seconds in zip(*run.columns.get("time", ([], [])), strict=True):
         if (time := _microseconds(seconds)) is not None:
-            # Each plan counts the steps of other plans as time between its own steps, so add up the
-            # time in steps over all plans.
+            # The data wait of each plan includes the steps of the other plans. So add up the time in
+            # steps over all plans; the rest is the wait.
             in_steps = sum(1 - min(wait, 1.0) for wait in waits[step])
             wait = max(1 - in_steps, 0.0) if waits[step] else 0.0
             values = {"event": "line", "data_wait": wait, "skipped": sum(skips[step])}
@@ -156,7 +158,7 @@ def _by_step(columns: list[Column]) -> defaultdict[int, list[float]]:
     found = defaultdict(list)
     for column in columns:
         for step, value in zip(*column, strict=True):
-            # Count nan as 0.
+            # Count nan as 0, since one nan would make a sum of times nan.
             found[step].append(value if value > 0 else 0.0)
     return found
 
@@ -207,7 +209,7 @@ def _usual_step(processes: list[_Process]) -> int:
     for process in processes:
         times = [entry.time for entry in process.entries]
         events = [0, *itertools.accumulate(entry.spent for entry in process.entries)]
-        # Skip the first window, which contains the first step.
+        # Skip the first window: it contains the first step, which may compile.
         for window in itertools.islice(_windows(process), 1, None):
             first, last = bisect_right(times, window.begin), bisect_right(times, window.end)
             length = window.end - window.begin
@@ -217,7 +219,7 @@ def _usual_step(processes: list[_Process]) -> int:
 
 
 def _claims(processes: list[_Process], usual_step: int) -> Iterator[_Claim]:
-    """Yield the spans of starts, events, compilation, ends, and the time between two processes."""
+    """Yield claims for starts, events, compilation and ends of processes, and for the time between them."""
     for process in processes:
         yield _Claim(process.began, process.steps_began, "start")
         yield _Claim(process.steps_ended, process.ended, "other")
@@ -238,7 +240,7 @@ def _has_ended(process: _Process) -> bool:
 
 
 def _lost(entries: list[_Entry], processes: list[_Process]) -> Iterator[_Claim]:
-    """Yield the spans of the steps that a later process, or the same one after a load, repeated."""
+    """Yield claims for the steps that a later process, or the same process after a load, repeated."""
     kept: list[_Entry] = []
     for entry in entries:
         if entry.kind in ("load", "start"):
@@ -254,7 +256,7 @@ def _lost(entries: list[_Entry], processes: list[_Process]) -> Iterator[_Claim]:
 def _stretches(
     claims: list[_Claim], windows: list[_Window], processes: list[_Process]
 ) -> Iterator[_Claim]:
-    """Cut the time where a claim or a window begins or ends; yield each piece with its category."""
+    """Cut time where a claim, window or process begins or ends; yield each piece with its category."""
     edges = [
         edge
         for begin, end, category in claims

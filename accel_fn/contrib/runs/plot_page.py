@@ -20,7 +20,7 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
         "runs": [_run(place, run) for place, run in enumerate(runs)],
         "charts": [_chart(chart, len(runs)) for chart in arrange(runs)],
     }
-    # Escape `<`, so that a tag in the data does not end its element.
+    # Escape `<`, so that `</script>` in a name of the data does not end the script element.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     title = html.escape(", ".join(run.name for run in runs))
     page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def _chart(chart: Chart, num_runs: int) -> dict[str, object]:
 
 def _curve(curve: Curve) -> dict[str, object]:
     steps, values = thinned(curve.column, _POINTS)
-    # Round to seven digits, which are more than a screen shows.
+    # Round to seven digits, so that the page is small. A screen shows fewer.
     rounded = [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
     look = {
         "run": curve.run,

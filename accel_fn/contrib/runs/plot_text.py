@@ -14,7 +14,7 @@ from accel_fn.contrib.runs.run_log import Run
 
 # The fewest columns and lines with which a chart can be read.
 _NARROWEST, _LOWEST = 38, 9
-# The number of columns for the numbers next to an axis.
+# The number of columns for the numbers left of the vertical axis.
 _LABEL = 9
 _BLANK = 0x2800
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -25,7 +25,7 @@ _Point = tuple[float, float]
 
 
 class _Frame:
-    """Maps steps and values of a chart to characters."""
+    """Maps the steps and values of a chart to positions in a grid of characters."""
 
     def __init__(self, chart: Chart, num_columns: int, num_lines: int) -> None:
         values = itertools.chain.from_iterable(curve.column.values for curve in chart.curves)
@@ -61,7 +61,7 @@ class _Frame:
 
 
 def draw_text(runs: Sequence[Run], width: int, height: int | None) -> Table:
-    """Lay out as many charts as a height has room for; without a height, all of them."""
+    """Draw as many charts as a height has room for; without a height, draw all of them."""
     charts = arrange(runs)
     num_columns = max(min(width // _NARROWEST, len(charts)), 1)
     num_rows, lines = -(-len(charts) // num_columns), _LOWEST + 3
@@ -100,7 +100,7 @@ def _label(value: float) -> str:
 
 
 def _title(chart: Chart, num_runs: int, width: int) -> Text:
-    """Return the kind of value; for one run, each name and its last value."""
+    """Return the title of a chart: its kind of value, or for one run, each name with its last value."""
     names = [(curve.name, curve) for curve in chart.curves] if num_runs == 1 else []
     if len(names) <= 1:
         names = [(chart.title, curve) for _, curve in names]

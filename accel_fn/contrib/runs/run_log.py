@@ -32,7 +32,7 @@ class Run:
     """The content of one log."""
 
     name: str
-    """The path that was given, or the path of the log if it is a folder with several logs."""
+    """The path that the user gave, or the path of this log if that is a folder of several logs."""
 
     columns: dict[str, Column]
     """Columns by name, in the order of the log; `time` is one of them."""
@@ -47,7 +47,7 @@ class Run:
         return max(lasts + [event["step"] for event in self.events[-1:]], default=0)
 
     def of_plans(self, name: str) -> list[Column]:
-        """Return the columns of this name, one per plan: plans in one log have prefixes."""
+        """Return the columns of this name, one per plan. Several plans in one log have prefixes."""
         names = [each for each in self.columns if each == name or each.endswith(f"/{name}")]
         return [self.columns[each] for each in names]
 
@@ -78,7 +78,7 @@ def _repair(paths: Sequence[Path]) -> str:
 
 
 def find_logs(path: Path) -> list[Path]:
-    """Return the logs in a folder, by name; for a file, that file if it is a log."""
+    """Return the logs in a folder, sorted by name; for a file, return that file if it is a log."""
     if not path.is_dir():
         files = [path]
     else:
@@ -113,7 +113,7 @@ def read_run(file: Path, name: str) -> Run:
 
 
 def is_time(value: Any) -> bool:
-    """Return whether a value is a number of seconds: a clock time or a duration."""
+    """Return whether a value is a number that can be a time or a duration in seconds."""
     return type(value) in (int, float) and abs(value) < _LONGEST_S
 
 

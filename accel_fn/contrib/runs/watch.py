@@ -40,7 +40,7 @@ def watch(*, paths: tuple[Path, ...], once: bool) -> None:
 
 
 def _follow(paths: Sequence[Path], console: Console) -> None:
-    """Draw again when a log or the terminal has changed."""
+    """Draw the runs, and draw them again whenever a log or the size of the terminal has changed."""
     from rich.live import Live
 
     before = None
@@ -55,7 +55,7 @@ def _follow(paths: Sequence[Path], console: Console) -> None:
                 runs, _ = read_runs("watch", paths)
                 live.update(_drawn(runs, console.width, console.height), refresh=True)
                 before = now
-            # Reading a long log takes time. Sleep five times as long, to leave the CPU to the run.
+            # Reading a long log takes CPU time, which the run needs. So sleep five times as long.
             time.sleep(max(_LOOK_EVERY_S, 5 * (time.monotonic() - began)))
 
 
@@ -73,7 +73,7 @@ def _drawn(runs: Sequence[Run], width: int, height: int | None) -> Group:
 
 
 def _head(run: Run) -> str:
-    """Return the run, its last step, its speed, and the age of its last line."""
+    """Return a line with the name of a run, its last step, its speed, and the age of its last values."""
     times = run.columns.get("time")
     if times is None:
         return f"{run.name}: no value yet"
