@@ -1,4 +1,4 @@
-"""The command line, `accel-fn`: each command parses, calls one public function, and prints."""
+"""The command line `accel-fn`: each command parses its options, calls the library, and prints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _find_temporary_folder() -> None:
-    """Find the temporary folder while Ctrl-C is blocked: it could leave the search's test file behind."""
+    """Find the temporary folder with Ctrl-C blocked: an interrupted search may leave its test file behind."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         # Ignore an error here, since not every command needs a temporary folder.

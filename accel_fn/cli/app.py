@@ -1,4 +1,4 @@
-"""The group of commands; calling one imports its module, and running it imports torch.
+"""The group of commands. It imports the module of a command only when the command is called.
 
 Some commands belong to plug-ins. If a plug-in is missing, its command prints which extra to
 install.
@@ -29,11 +29,11 @@ _COMMANDS = {
     "migrate": ("migrate.command", "Print what takes the place of accelerate in a script."),
     "explain": ("cli.explain", "Print what one step of a plan does, phase by phase."),
 }
-"""For each command, the module of its function, ours or a plug-in's, and a line of help."""
+"""For each command, its module (`cli.` or one of a plug-in) and a line of help."""
 
 
 class LazyGroup(click.Group):
-    """A group that imports the module of a command when it is called. Listing commands imports none."""
+    """A group that imports the module of a command when the command is called, and none to list commands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names, in the order of the table."""

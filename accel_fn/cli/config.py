@@ -93,7 +93,7 @@ def _refuse(job: str, options: dict[str, object]) -> None:
 def _show(config_file: Path | None, *, as_json: bool) -> None:
     """Print the settings in force, as JSON or as a table.
 
-    The table shows defaults in dim text. For a setting that is open, it shows the value that a
+    The table shows defaults in dim text. For a setting without a value, it shows the value that a
     launch would use.
     """
     resolved = resolve_settings({}, config_file)
@@ -114,7 +114,7 @@ def _show(config_file: Path | None, *, as_json: bool) -> None:
 
 
 def _effective(resolved: Resolved) -> dict[str, str]:
-    """Return the values that a launch from here would use for open settings."""
+    """Return the values that a launch from this folder would use for settings without a value."""
     machines, settings = place(resolved, os.environ), resolved.settings
     has_devices = not settings.cpu and detect().num_devices
     threads = threads_variable(settings, machines, read_processors(), os.environ)
@@ -213,7 +213,7 @@ def choose_settings(ask: Ask, machine: Machine) -> dict[str, Any]:
 
 
 def _checked(answers: Mapping[str, object], machine: Machine | None = None) -> Settings:
-    """Make settings; with a machine, they must fit its accelerators too."""
+    """Make settings of answers, and check them; with a machine, also check that they fit its accelerators."""
     where = dict.fromkeys(answers, "config")
     settings = check_settings(answers, where)
     if machine is not None:

@@ -195,7 +195,7 @@ def _configuration(environment: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def _lines(report: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of a section for each part; a missing value is `-`."""
+    """Yield the lines of the report, with a section for each part; a missing value is `-`."""
     for section, content in report.items():
         yield section.replace("_", " ")
         if isinstance(content, dict):

@@ -81,7 +81,7 @@ def launch(
 
     The exit code is that of the rank that failed first; 128 + the signal if it was killed.
     """
-    # Collect no garbage during the imports, since it would take a tenth of their time.
+    # Switch off garbage collection until torch is imported: it would take a tenth of the time.
     gc.disable()
     if module and no_python:
         raise click.UsageError("--module cannot be combined with --no-python")

@@ -1,4 +1,4 @@
-"""Parts that all commands share: options, settings, tables, JSON, errors of one line, Ctrl-C."""
+"""Functions that commands share, such as for options, settings, tables, errors and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -135,13 +135,13 @@ def at_work(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def print_json(value: object) -> None:
-    """Print a value as JSON, for another program, with paths as texts."""
+    """Print a value as JSON for another program; objects that JSON lacks, such as paths, become texts."""
     print(json.dumps(value, indent=2, default=str))
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn our own errors into click's, which print one line and no traceback."""
+    """Turn accel_fn's errors into click's, which print their message without a traceback."""
     try:
         yield
     except AccelError as error:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _TargetError(Exception):
-    """The rule that a target breaks, its value and the repair."""
+    """A target breaks a rule. The arguments are the rule, the value and, if there is one, a repair."""
 
 
 def load_target(target: str, function: str, parameter: str = "target") -> Any:
@@ -87,7 +87,7 @@ def as_plan(found: Plan | nn.Module) -> Plan:
 
 
 def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:
-    """Return the `loss` of the model's outputs for a batch, or the sum of their means."""
+    """Return the `loss` of the model's outputs for a batch, or the sum of the means of the outputs."""
     import torch
 
     return loss_of_outputs(model, batch, torch.mean)
@@ -96,7 +96,7 @@ def mean_of_outputs(model: nn.Module, batch: Any) -> Tensor:
 def loss_of_outputs(
     model: nn.Module, batch: Any, reduce: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return the `loss` of the model's outputs for a batch, or a sum of `reduce` over outputs."""
+    """Return the `loss` of the model's outputs for a batch, or the sum of `reduce(output)` (their sums)."""
     import torch
     from torch.utils import _pytree as pytree
 

@@ -156,7 +156,7 @@ def _move(model: torch.nn.Module, rank: int) -> None:
 
 
 def copied(plan: Plan) -> Plan:
-    """Copy model, optimizer and frozen models of a plan together, with the hooks of parameters."""
+    """Copy a plan with its models and optimizers; keep the hooks of parameters, and leave out observers."""
     model, optimizer, frozen = copy.deepcopy((plan.model, plan.optimizer, plan.frozen))
     for old, new in zip(plan.model.parameters(), model.parameters(), strict=True):
         # A deep copy of a parameter does not copy its hooks.
@@ -186,7 +186,7 @@ def _check_that_it_trains(plan: Plan, batches: Sequence[Any], trace: Trace) -> N
 
 
 def _ignores_batch(plan: Plan, batches: Sequence[Any]) -> bool:
-    """Return whether every batch, its halves and a batch of other numbers give the same loss."""
+    """Return whether the loss is the same for a batch, its halves and other numbers, in every batch."""
     for batch in batches:
         halves = [take_part(batch, rank, 2) for rank in range(2)]
         other = tree_map_only(Tensor, lambda v: v * 0.5 + 1 if v.is_floating_point() else v, batch)

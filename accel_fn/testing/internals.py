@@ -56,7 +56,7 @@ from accel_fn.testing import simulation
 from accel_fn.transforms.compile.optimizer_in_graph import keeps_tensors
 from accel_fn.transforms.schedule.advance import BatchSchedule, DeviceSchedule
 
-# The names that tests use unchanged.
+# All names that this page imports for tests, and some that it defines.
 __all__ = [
     "Channel",
     "Entry",

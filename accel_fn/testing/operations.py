@@ -16,7 +16,7 @@ from torch.utils._debug_mode import DebugMode
 from torch.utils._pytree import tree_leaves
 
 _VIEWS = {"aten.detach.default", "aten.t.default", "aten.view.default"}
-"""Operations that are not compared, since their output is their input."""
+"""Operations that are not compared, since they only return a view of their input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def _operation(call: Any) -> Operation:
 def first_difference(
     plan_a: Sequence[Operation], plan_b: Sequence[Operation], rtol: float, atol: float
 ) -> str:
-    """Name the first operation that differs in name or output, as the end of a sentence."""
+    """Return the end of a sentence about the first operation that differs in name or output, else ""."""
     for number, (a, b) in enumerate(zip_longest(plan_a, plan_b), start=1):
         if a is None or b is None or a.name != b.name:
             names = [each.name if each else "none" for each in (a, b)]

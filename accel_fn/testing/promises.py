@@ -1,4 +1,4 @@
-"""The promises of `accel-fn test`: one table, each promise with its check over a real world.
+"""The promises that `accel-fn test` checks: a table with a check for each, over a real world.
 
 A check runs on every rank and returns this rank's error as a number; 0 means correct.
 """
@@ -136,7 +136,7 @@ def _pairs_and_an_overflow(state: DistState, dtype: torch.dtype | None = None) -
 
 
 def _tokens(state: DistState, dtype: torch.dtype | None = None) -> list[Any]:
-    """Make batches whose parts have different numbers of labels; some have no label."""
+    """Make batches whose samples have different numbers of labels; some samples have none."""
     batches = []
     for size in _SIZES:
         labels = torch.arange(size * 4).reshape(size, 4) % 5
@@ -216,9 +216,10 @@ def _training(
     dtype: torch.dtype | None = None,
     **by_hand: Any,
 ) -> float:
-    """Compare the library's training on all ranks with the loop on one rank.
+    """Train with the library on all ranks and by hand on one; return the largest difference.
 
-    Return infinity if replicas differ, and nan if a report is not that of the global batch.
+    The difference is that of parameters. It is infinity if the ranks' parameters differ, and nan if
+    a report is not that of the global batch.
     """
     batches, model = draw(state, dtype), _small_model(state, num_outputs, dtype)
     by_one = copy.deepcopy(model)
@@ -389,7 +390,7 @@ def promises(state: DistState) -> tuple[Promise, ...]:
         Promise(
             "shards train as one",
             rounding,
-            # With three micro-batches, ranks have unequal numbers of them.
+            # Some ranks have fewer than three rows, so ranks have unequal numbers of micro-batches.
             _trains(accumulate(3), clip(_MAX_NORM), wrapping=wrap_fsdp(), max_norm=_MAX_NORM),
         ),
         Promise(

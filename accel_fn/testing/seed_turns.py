@@ -16,7 +16,7 @@ _POLL_S, _LONGEST_TURN_S = 0.0005, 2.0
 
 
 class _Turn:
-    """A rank's turn at the generator: from its seed to its next collective, or to its end."""
+    """A rank's turn at the generator: from `manual_seed` to its next collective, or to the rank's end."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group

@@ -50,7 +50,7 @@ _Key = tuple[int, float, tuple[tuple[str, int], ...]]
 
 @dataclass(frozen=True, slots=True)
 class _World:
-    """The groups of a world, with one object per rank: for all ranks, and for each mesh axis."""
+    """The process groups of a world: each rank's group of all ranks, and its groups along mesh axes."""
 
     key: _Key
     groups: list[ProcessGroup | None]
@@ -297,9 +297,10 @@ def _num_ranks(mesh: Mapping[str, int] | None) -> int:
 
 
 def _given_back(world: _World, start: float) -> bool:
-    """Keep a world for reuse after its ranks have ended, unless a collective may still run in it."""
+    """Keep a world for reuse, unless a collective may still run in it; return whether it is kept."""
     _forget_modules()
-    # A collective may still run if not all ranks called it: `fn` may have caught its time-out.
+    # `fn` may have caught the error of a collective that timed out, or that not all ranks called.
+    # Such a collective may still run.
     fits = time.monotonic() - start < world.key[1] and world.called_equally_many()
     if fits:
         _idle.give(world)

@@ -1,4 +1,4 @@
-"""recorded_updates: the report of each step of a program, for a comparison of two runs."""
+"""recorded_updates: record the report of each step of a program, for a comparison of two runs."""
 
 from __future__ import annotations
 
