@@ -18,7 +18,7 @@ def main() -> None:
     # Stop ignoring SIGCHLD, if the caller did: otherwise the system would drop the exit codes of
     # ranks, and all would be 0.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # A shell starts background commands with Ctrl-C ignored; keep it ignored.
+    # A shell starts background commands with Ctrl-C ignored. Do not change that.
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if sys.argv[1:2] and not ignored:
         signal.signal(signal.SIGINT, _exit_on_ctrl_c)

@@ -63,7 +63,7 @@ def env(*, as_json: bool) -> None:
 
 
 def collect(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Collect all parts of the report, in types of JSON; if a part fails, its error takes its place."""
+    """Collect the parts of the report as values for JSON; if a part fails, its error takes its place."""
     parts: dict[str, Callable[[], Any]] = {
         "versions": _versions,
         "requirements": _requirements,
@@ -155,7 +155,7 @@ def _memory() -> dict[str, int]:
 
 
 def _nvidia_smi(*arguments: str) -> str | None:
-    """Return the output of `nvidia-smi`, which works without torch; None if it is not installed."""
+    """Return the output or error of `nvidia-smi`, which works without torch; None if not installed."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -207,7 +207,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
-    """Yield the name and its value; a value of several lines is below the name."""
+    """Yield the lines for a name and its value. A value of several lines begins below the name."""
     if isinstance(value, dict):
         value = ", ".join(f"{each} {_shown(each, part)}" for each, part in value.items())
     lines = _shown(name, value).splitlines()

@@ -109,7 +109,7 @@ def _name_options_of_script(
 ) -> None:
     """Warn if options of the launch stand after the script's name: the script gets them instead.
 
-    Leave out options that also stand before the script. A `--` right after the script goes to it too.
+    The warning leaves out options that also stand before the script, and names a `--` right after it.
     """
     not_given = [name for name in SETTINGS if flags[name] is None]
     own = {f"--{name.replace('_', '-')}" for name in not_given}
@@ -147,7 +147,7 @@ class _TerminalHandler(logging.Handler):
 
 
 def _print(text: str, stream: TextIO) -> None:
-    """Print and flush; a closed terminal or pipe is not an error."""
+    """Print and flush; ignore the error of a closed terminal or pipe."""
     try:
         print(text, end="", file=stream, flush=True)
     except OSError:
@@ -156,7 +156,7 @@ def _print(text: str, stream: TextIO) -> None:
 
 
 def _show(plan: LaunchPlan, *, as_json: bool) -> None:
-    """Print each variable that the ranks of this machine would get, and why."""
+    """Print each variable that the ranks of this machine would get, with the reason for its value."""
     machines = plan.machines
     ranks = [
         rank_variables(machines, rank, plan.settings.max_restarts, os.environ)

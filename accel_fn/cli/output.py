@@ -152,7 +152,7 @@ def one_line_errors() -> Iterator[None]:
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt on Ctrl-C, so that clean-up code runs; then exit the command."""
     before = signal.getsignal(signal.SIGINT)
-    # A shell starts background commands with Ctrl-C ignored; keep it ignored.
+    # A shell starts background commands with Ctrl-C ignored. Do not change that.
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -246,7 +246,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
     ) -> AbstractContextManager[Any]:
-        """Return the context in which `prediction_step` computes: the precision of the step."""
+        """Return an autocast context with the precision of the step, or of the arguments without a step."""
         if self._step is not None:
             return autocast(self._step, self._state)
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16
@@ -544,7 +544,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _prediction(found: Mapping[str, Any], args: Any) -> EvalPrediction:
-    """Make the argument of `compute_metrics`."""
+    """Make the argument of `compute_metrics`, with losses and inputs if `include_for_metrics` has them."""
     included = {"losses": "loss", "inputs": "inputs"}
     more = {
         name: found.get(name) for name, kind in included.items() if kind in args.include_for_metrics

@@ -31,7 +31,7 @@ _REPORTED = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """The state of one rank after a batch: parameters and buffers by name, and the step's report."""
+    """One rank after a batch: parameters and buffers by name, the report, and recorded operations."""
 
     values: dict[str, Tensor]
     report: Report

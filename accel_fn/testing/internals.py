@@ -227,7 +227,7 @@ check_fits_in_graph = keeps_tensors
 
 
 def place_of_rate(transform: Any) -> str:
-    """Return where a schedule that has begun computes rates; "batches" if it counts batches."""
+    """Return "device" or "host", where a schedule computes rates; "batches" if it counts batches."""
     kinds = {DeviceSchedule: "device", BatchSchedule: "batches"}
     return kinds.get(type(transform), "host")
 

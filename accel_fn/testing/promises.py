@@ -74,7 +74,7 @@ class Verdict:
 def check_promises(
     state: DistState, show: Callable[[Verdict], None] = lambda _: None
 ) -> list[Verdict]:
-    """Check one promise after another, on every rank of a world; show each verdict at once."""
+    """Check all promises on every rank of a world; call `show` with each verdict as soon as it is known."""
     verdicts = []
     for promise in promises(state):
         try:
@@ -189,7 +189,7 @@ def _train_by_hand(
     autocast: torch.autocast | None = None,
     rate: Callable[[int], float] = _constant,
 ) -> Tensor:
-    """Train by the usual loop over global batches; return the last parameters."""
+    """Train by the usual loop over global batches, without losses that are not finite; return parameters."""
     optimizer = _sgd(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     for batch in batches:
@@ -237,7 +237,7 @@ def _training(
     for batch in batches:
         state, report = step(state, take_part(batch, state.rank, state.world_size))
         reports.append(report)
-    # Reports are in single precision, which sets the bound.
+    # Reports hold losses in float32, and only the check of bf16 gives a `dtype`. Both set this bound.
     bound = 1e-5 if dtype is None else 2e-2
     is_right = abs(float(reports[0].loss) - loss) <= bound * (1 + abs(loss)) and all(
         report.weight == sum(weigh(plan.weight_fn, [batch])[0])
@@ -261,7 +261,7 @@ def _bf16(state: DistState) -> float:
 
 
 def _overflow(state: DistState) -> float:
-    """Check that all ranks skip an update if only the last rank has a batch that is not finite."""
+    """Check that all ranks skip only the update in which the last rank has a batch that is not finite."""
     model = _small_model(state, dtype=torch.float32)
     optimizer = _sgd(model)
     recipe = compose(place(), wrap_ddp(), with_amp("fp16", init_scale=_SCALE))

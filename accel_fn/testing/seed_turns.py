@@ -79,6 +79,7 @@ def rank_of(group: ProcessGroup | None) -> Iterator[None]:
     torch.manual_seed = torch.random.manual_seed = _seed_in_turn
     # torch 2.13 sets `torch.compiler.is_compiling()` for the whole process while one thread
     # compiles. An optimizer that updates in another thread would then count its steps in float32.
+    # So replace the context that sets it.
     if hasattr(torch.compiler, "_compile_session_context"):
         torch.compiler._compile_session_context = nullcontext  # type: ignore[assignment]
     _rank.group, _rank.process = group, os.getpid()

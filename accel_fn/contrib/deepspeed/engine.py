@@ -62,7 +62,7 @@ class OneRank(Strategy):
         self._clips = clips
 
     def signature(self) -> Mapping[str, Any]:
-        """Return the clips that the strategy has taken over, as a checkpoint compares them."""
+        """Return the clips of the plan, which this strategy runs, in the form that a checkpoint compares."""
         return signature_of(self._clips)
 
     def prepare(self, plan: Plan, state: DistState, grads: Grads, report: Report) -> Prepared:
@@ -325,7 +325,7 @@ class ZeRO(Strategy):
         return self.norm([each.grad for each in self.trained if each.grad is not None])
 
     def signature(self) -> Mapping[str, Any]:
-        """Return the clips that the strategy has taken over, as a checkpoint compares them."""
+        """Return the clips of the plan, which the engine runs, in the form that a checkpoint compares."""
         return self._signature
 
     @contextmanager
@@ -352,7 +352,7 @@ class ZeRO(Strategy):
 
 
 def _leaves(loss: Tensor) -> list[Tensor]:
-    """Return the leaves of the graph of a loss that get a gradient."""
+    """Return the tensors to which the backward of a loss gives a gradient."""
     ahead = [] if loss.grad_fn is None else [loss.grad_fn]
     seen = {*ahead}
     while ahead:

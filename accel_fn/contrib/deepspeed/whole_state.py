@@ -55,9 +55,9 @@ def write_state(
 
 
 def _link(zero: Any) -> None:
-    """Let DeepSpeed's `safe_*` functions find the optimizer's state of each parameter."""
-    # At stages 1 and 2, DeepSpeed links parameters with state only once, when the first group has
-    # state. Link them again, since the state of the other groups would be missing.
+    """At stages 1 and 2, let DeepSpeed's `safe_*` functions find the optimizer's state of a parameter."""
+    # DeepSpeed links parameters with state only once, when the first group has state. Link them
+    # again, since the state of the other groups would be missing.
     if not _is_stage_3(zero):
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()

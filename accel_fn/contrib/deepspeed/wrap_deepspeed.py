@@ -145,7 +145,7 @@ class DeepSpeedSlot(SlotFunction):
                 group["params"] = [nn.Parameter(torch.empty(-(-size // meshes["dp"].size())))]
 
     def claim(self, plan: Plan) -> Plan:
-        """Remove the transforms that clip by norm from the plan, because the engine clips."""
+        """Move the transforms that clip by norm from the plan to this function, since the engine clips."""
         clips = tuple(plan.having("clips_norm"))
         rest = tuple(each for each in plan.gradients if each not in clips)
         strategy = tuple(self._with(clips) if each is self else each for each in plan.strategy)

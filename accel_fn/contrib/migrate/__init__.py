@@ -1,1 +1,1 @@
-"""Read a script that uses accelerate: a table of names, and the lines that use them."""
+"""Find the replacement of accelerate in a script, and verify the program that replaces the script."""

@@ -110,7 +110,7 @@ class Facts(Objects):
 
     @cached_property
     def epoch_loops(self) -> set[cst.For]:
-        """Return the loops around the training loops, which iterate over epochs."""
+        """Return the loops over epochs: loops over a range around training loops."""
         outer = [
             self.loop_around(loop) for loop in self.training_loops if isinstance(loop, cst.For)
         ]
@@ -123,7 +123,7 @@ class Facts(Objects):
 
     @cached_property
     def epoch_numbers(self) -> set[cst.CSTNode]:
-        """Return the names that read the number of the epoch in a loop over epochs."""
+        """Return the nodes that read the number of the epoch in a loop over epochs."""
         return {
             node
             for loop in self.epoch_loops

@@ -47,7 +47,7 @@ class Loop:
 
 @dataclass
 class _Draw:
-    """A call in the loss that draws, and the entry of the batch that replaces it."""
+    """A call in the loss that draws random numbers, and the entry of the batch that replaces it."""
 
     name: str
     code: str
@@ -151,7 +151,7 @@ class Backward:
         return kept
 
     def _draws_rows(self, node: cst.CSTNode) -> bool:
-        """Return whether a statement draws rows, such as `x = torch.randn(...)`."""
+        """Return whether a statement assigns rows of random numbers, such as `x = torch.randn(...)`."""
         call = node.value if isinstance(node, cst.Assign) else None
         return isinstance(call, cst.Call) and self.facts.code(call.func) in _OF_ROWS
 
@@ -258,7 +258,7 @@ class Backward:
 
     @cached_property
     def draws(self) -> dict[cst.Call, _Draw]:
-        """Return the calls in the loss that draw, with the draws that replace them in the loop."""
+        """Return the calls in the loss that draw random numbers, each with its replacement in the loop."""
         found: dict[cst.Call, _Draw] = {}
         for statement in self.kept:
             for node in walk(statement):
@@ -347,7 +347,7 @@ class Backward:
         return "n, *SHAPE"
 
     def _is_known(self, names: set[str]) -> bool:
-        """Return whether the loop can compute these names from the batch only."""
+        """Return whether the loop can compute these names without a model and without other draws."""
         statements = self._slice(set(names), note=False)
         read = {name for each in statements for name in names_in(each)} | names
         calls = [node for each in statements for node in walk(each) if isinstance(node, cst.Call)]
@@ -418,7 +418,7 @@ class Backward:
         return {model: "model", **{name: f'frozen["{last(name)}"]' for name in self.frozen}}
 
     def _source_of(self, node: cst.CSTNode, by_code: Mapping[str, str]) -> str:
-        """Return the source of a statement in the loss, with the names that the loss uses."""
+        """Return the source of a statement of the loss, with the edits that a loss function needs."""
         return self.facts.edited(
             node, [e for each in walk(node) for e in self._edits(each, by_code)]
         )
@@ -529,7 +529,7 @@ class Backward:
             ] = None
 
     def _check_counts(self) -> None:
-        """Add a note for an update of one batch, and for a schedule that the new batches make shorter."""
+        """Add a note if the script's first update has one batch, and for schedules that would end earlier."""
         facts, k = self.facts, self.facts.num_microbatches
         for each in facts.counting_ifs:
             if self.loop in facts.ancestors(each) and facts.holds_for_first(each):

@@ -345,7 +345,7 @@ class _Reader:
             self._add_use(node, f"accelerator.{name}", goes=goes)
 
     def _loss_read(self, node: cst.Attribute | cst.Name) -> Backward | None:
-        """Return the backward whose loss this name is, if it is read elsewhere, as for a log."""
+        """Return the backward whose loss a name reads outside of the loss itself, as for a log; else None."""
         code = self.facts.code(node)
         if not re.fullmatch(r"[\w.]+", code) or not self.facts.stands_for_itself(node):
             return None
@@ -399,7 +399,7 @@ class _Reader:
             self._add_use(node, "accelerator.device")
 
     def _read_gathered(self, node: cst.Attribute, call: cst.CSTNode) -> None:
-        """Add the use of rows that an evaluation gathers; as a part of a line, they get a name."""
+        """Add the use of rows that an evaluation gathers. If the call is part of a line, they get a name."""
         loop = self.facts.loop_around(node)
         is_part = not isinstance(self.facts.parents[call], cst.Assign | cst.Expr)
         if is_part and isinstance(loop, cst.For) and self._predictions(loop):
@@ -580,13 +580,13 @@ class _Reader:
             )
 
     def _filled(self, key: str, replacement: str, values: Mapping[str, str]) -> str:
-        """Fill a replacement in, with the names of the script's state and step."""
+        """Fill in the placeholders of a replacement; use the script's names for the state and the step."""
         if key != "annotation":
             replacement = self._owned(replacement)
         return replacement.format_map(values)
 
     def _arguments(self, node: cst.CSTNode, names: str) -> dict[str, str]:
-        """Return the arguments of a call by name; for a constructor's argument, only that one."""
+        """Return the arguments of a call by name; for a node that is an argument, return only that one."""
         if isinstance(node, cst.Arg) and node.keyword is not None:
             return {node.keyword.value: self._moved(node.value)}
         call = self.facts.parents[node]

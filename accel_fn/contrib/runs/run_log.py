@@ -42,7 +42,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """Return the last step with values or with the newest event; 0 without both."""
+        """Return the last step with values, or the newest event's step if it is later; 0 without both."""
         lasts = [column.steps[-1] for column in self.columns.values()]
         return max(lasts + [event["step"] for event in self.events[-1:]], default=0)
 
