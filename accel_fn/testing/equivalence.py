@@ -186,7 +186,7 @@ def _check_that_it_trains(plan: Plan, batches: Sequence[Any], trace: Trace) -> N
 
 
 def _ignores_batch(plan: Plan, batches: Sequence[Any]) -> bool:
-    """Return whether the loss is the same for a batch, its halves and other numbers, in every batch."""
+    """Return whether every loss stays the same if its batch is halved or gets other numbers."""
     for batch in batches:
         halves = [take_part(batch, rank, 2) for rank in range(2)]
         other = tree_map_only(Tensor, lambda v: v * 0.5 + 1 if v.is_floating_point() else v, batch)

@@ -189,7 +189,7 @@ def _train_by_hand(
     autocast: torch.autocast | None = None,
     rate: Callable[[int], float] = _constant,
 ) -> Tensor:
-    """Train by the usual loop over global batches, without losses that are not finite; return parameters."""
+    """Train by the usual loop; skip batches whose loss is not finite; return the last parameters."""
     optimizer = _sgd(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     for batch in batches:

@@ -236,7 +236,7 @@ def _check_scheduler(path: Path, scheduler: Any, saved: object) -> None:
 
 @contextmanager
 def _expecting(path: Path, content: str) -> Iterator[None]:
-    """A context that turns other libraries' errors into one that names the file and its expected content."""
+    """A context that replaces errors, except accel_fn's, by one that names the file and expected content."""
     try:
         yield
     except AccelError:
@@ -294,7 +294,7 @@ def _odd(key: str, value: Any, parameter: Tensor) -> str:
 
 
 def _kind(value: object) -> str:
-    """Return a text: the dtype and shape of a tensor, or any other value."""
+    """Return the dtype and shape of a tensor, or any other value, as text."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"{value}"

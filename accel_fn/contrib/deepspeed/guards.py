@@ -43,10 +43,10 @@ def gathered(model: nn.Module, *, writes: bool) -> Iterator[None]:
 
 
 def refuse_state_dicts(model: nn.Module, optimizer: Optimizer) -> None:
-    """Make `state_dict` and `load_state_dict` of model and optimizer raise unless state is gathered.
+    """Make `state_dict` and `load_state_dict` of model and optimizer raise where they would be wrong.
 
-    `state_dict` would return empty tensors or shards. The engine's next update would overwrite the
-    values that `load_state_dict` has written.
+    `state_dict` is wrong if it returns empty tensors or shards. `load_state_dict` is wrong if the
+    engine's next update overwrites the loaded values.
     """
     for module in model.modules():
         # Register functions of this file, not closures: pickle cannot save closures, and the user

@@ -68,7 +68,7 @@ def read_settings(
     nvme_path: str | os.PathLike[str] | None,
     others: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Join a configuration with the arguments of the call; refuse settings that are wrong or contradict."""
+    """Join a configuration with the arguments of the call; refuse wrong or contradictory settings."""
     found = _read(config)
     for key, value in others.items():
         if found.setdefault(key, value) != value:

@@ -449,7 +449,7 @@ class _Reader:
         self._add_use(node, key, {"scheduler": name, "every": every if of_epochs else ""})
 
     def _read_prepared(self, node: cst.Attribute) -> None:
-        """Add the call of a method of the model, the optimizer, a loader or a scheduler."""
+        """Add the use of an attribute or method of a prepared model, optimizer, loader or scheduler."""
         name = self.facts.code(node.value)
         key = f"{self.facts.kinds.get(name)}.{node.attr.value}"
         if key == "scheduler.step" and name in self.facts.schedulers_of_epochs:

@@ -218,7 +218,7 @@ def _explained_by_weights(old: Recording, new: Seen, index: int, *, is_double: b
 
 
 def _draws(run: Recording) -> bool:
-    """Return whether most updates draw random numbers. A loader alone draws once per epoch."""
+    """Return whether a run calls `af.draw`, or most updates draw. A loader alone draws once per epoch."""
     positions = [each.position for each in run.updates]
     changes = [a != b for a, b in itertools.pairwise(positions)]
     return run.uses_draw or 2 * sum(changes) > len(changes)
