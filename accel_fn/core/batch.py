@@ -358,9 +358,15 @@ def _refuse_ragged(batch: Any) -> None:
 
 def shapes_of(batch: Any) -> list[tuple[int, ...]]:
     """Return the shapes of tensors with rows; a `Samples` list has the shape (length,)."""
-    columns = columns_of(batch)
-    shapes = [(len(c),) if isinstance(c, Samples) else tuple(c.shape) for c in columns]
+    shapes = [(len(c),) if isinstance(c, Samples) else _shape(c) for c in columns_of(batch)]
     return [shape for shape in shapes if shape]
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    # A nested tensor with torch's old layout has no shape, only a number of parts.
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return (tensor.size(0),)
+    return tuple(tensor.shape)
 
 
 def rows_of(batch: Any) -> int | None:

@@ -55,6 +55,21 @@ def test_trees_without_rows_are_refused(tree, text):
         af.shard_batch(tree, TWO)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_nested_tensor_is_refused(layout):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    with pytest.raises(
+        ValueError, match=r"^shard_batch: tree must hold dense .*, got a nested one"
+    ):
+        af.shard_batch((torch.ones(2), nested), TWO)
+
+
+@pytest.mark.parametrize("beside", [[0.5, 0.25], (224, 224, 3, 1), [[1], [2]]], ids=str)
+def test_numbers_of_another_length_than_the_rows_are_settings(beside):
+    assert af.shard_batch((torch.ones(3), beside), TWO)[1] == beside
+
+
 def test_its_arguments_are_not_exchanged():
     with pytest.raises(TypeError, match="shard_batch: state must be a DistState, got 'Tensor'"):
         af.shard_batch(TWO, torch.ones(2))
