@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def fast_precision(device: torch.device) -> str:
-    """bf16 where the device has instructions for it; emulated, it takes up to 16 times as long."""
+    """bf16 where the device has instructions for it; emulated, it takes longer than float32."""
     known = torch.cpu.get_capabilities()  # of x86, or of Arm
     on_cpu = any(known.get(each) for each in ("avx512_bf16", "amx_bf16", "bf16"))
     return "bf16" if device.type != "cpu" or on_cpu else "no"

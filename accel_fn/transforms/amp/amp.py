@@ -39,7 +39,7 @@ class AutocastSlot(SlotFunction):
         if emulated and self.keywords["dtype"] == torch.bfloat16 and state.is_main:
             warn_user(
                 "build: with_amp should have bf16 on a device with instructions for it, got a CPU "
-                "without them, which takes up to 16 times as long as in float32; take with_amp('no')"
+                "without them, which takes longer than in float32; take with_amp('no')"
             )
 
 
@@ -91,10 +91,10 @@ def with_amp(
         ModuleNotFoundError: "fp8" without torchao, the extra `float8`.
 
     Cost: with bf16, only autocast's own; a CPU without instructions for bf16 (AVX512_BF16 or AMX on
-    x86) emulates it, up to 16 times as slowly as float32, and `build` warns about it. With fp16,
-    one read of the gradients for their norm, shared with `clip`; no host synchronisation with a
-    fused optimizer, one with any other. (Fused SGD with momentum usually needs one in its first
-    update, when its momenta are made.)
+    x86) emulates it, more slowly than float32, and `build` warns about it. With fp16, one read of
+    the gradients for their norm, shared with `clip`; no host synchronisation with a fused optimizer, one
+    with any other. (Fused SGD with momentum usually needs one in its first update, when its momenta are
+    made.)
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740.
 
