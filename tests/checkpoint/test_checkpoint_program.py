@@ -80,6 +80,53 @@ def test_settings_of_the_optimizer_become_those_that_were_saved(tmp_path, kind, 
     torch.testing.assert_close(kept(other), kept(step), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("option", ["foreach", "fused", "capturable", "differentiable"])
+def test_the_implementation_of_an_optimizer_is_that_of_the_program(tmp_path, option):
+    """The run may go on with a device or a torch that lacks the saved implementation."""
+    state, step = make(optimizer=lambda each: torch.optim.Adam(each, lr=0.1, **{option: True}))
+    af.save(step, state, tmp_path)
+    state, other = make(optimizer=lambda each: torch.optim.Adam(each, lr=0.3, **{option: False}))
+    af.load(other, state, tmp_path)
+    (group,) = other.plan.optimizer.param_groups
+    assert (group[option], group["lr"]) == (False, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [
+        (af.clip(0.5), af.clip(2.0)),
+        (af.ema(0.9), af.ema(0.5)),
+        (af.skip_nonfinite(3), af.skip_nonfinite(5)),
+        (af.compose(), af.accumulate(4)),
+    ],
+    ids=["clip", "ema", "skip_nonfinite", "accumulate"],
+)
+def test_arguments_of_transforms_are_those_of_the_program(tmp_path, saved, here):
+    """A run may go on with another bound, and with another number of micro-batches."""
+    state, step = make(recipe=saved)
+    af.save(step, advance(state, step), tmp_path)
+    state, other = make(3, recipe=here)
+    before = repr(other.plan)
+    assert af.load(other, state, tmp_path).step == 2
+    assert repr(other.plan) == before
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_each_rank_has_its_extras_and_new_ranks_those_of_rank_0(tmp_path, world_size):
+    def save(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        af.save(step, state, tmp_path, extras={"own": {"rank": 10 + state.rank}})
+
+    def load(state):
+        state, step = make(recipe=af.wrap_ddp(), state=state)
+        own = {"rank": 0}
+        af.load(step, state, tmp_path, extras={"own": own})
+        return own["rank"]
+
+    simulate(save, world_size=2)
+    assert simulate(load, world_size=world_size) == [10, 11, 10, 10][:world_size]
+
+
 class Comparing(Counter):
     """A counter that can compare itself with a saved one."""
 
