@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import accel_fn as af
 from accel_fn.testing import simulate
@@ -111,6 +112,68 @@ def test_a_look_at_a_loss_that_draws_leaves_the_generators_as_they_were(draw):
         stepped(model, loss_fn, num_steps=3, check_loss=check_loss)
         ends.append((model.state_dict(), (torch.rand(2), random.random(), np.random.rand())))
     assert same(*ends)
+
+
+class Calls(nn.Module):
+    """A layer that counts its calls in a buffer, as parts count more of them than a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.calls += 1
+        return inputs
+
+
+def collated(samples):
+    """Collate as torch does, in a function of the user."""
+    return default_collate(samples)
+
+
+@pytest.mark.filterwarnings("ignore:step. model should write the same")
+@pytest.mark.parametrize(
+    ("layers", "collate_fn", "passes"),
+    [
+        ((), None, (4, 4)),
+        ((nn.Dropout(0.5),), None, (7, 8)),
+        ((nn.Dropout(0.5), Calls()), None, (10.5, 11.5)),
+        ((nn.Dropout(0.5), Calls()), collated, (21, 23)),
+    ],
+    ids=["plain", "draws", "draws and writes", "and collates"],
+)
+def test_a_look_costs_as_many_passes_over_its_rows_as_the_docs_say(layers, collate_fn, passes):
+    """The batch has 16 samples, of which a look takes 8."""
+    rows = []
+
+    def loss_fn(model, batch):
+        rows.append(len(batch[0]))
+        return ours.mse(model, batch)
+
+    model = nn.Sequential(*layers, nn.Linear(3, 1)).double()
+    plan = af.Plan(loss_fn, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state, step = af.build(af.accumulate(2)(plan), af.DistState())
+    loader = DataLoader(TensorDataset(*BATCH), batch_size=16, collate_fn=collate_fn)
+    for batch in af.shard_loader(loader, state):
+        step(state, batch)
+    least, most = passes
+    assert least <= (sum(rows) - 16) / 8 <= most
+
+
+def test_a_hidden_state_that_a_loss_keeps_without_a_graph_is_warned_of():
+    """As truncated backpropagation keeps it: the second micro-batch has other rows than the first."""
+    model = nn.ModuleDict({"rnn": nn.RNN(3, 4, batch_first=True), "head": nn.Linear(4, 1)}).double()
+    kept = {}
+
+    def loss_fn(model, batch):
+        hidden = kept.get(len(batch))
+        outputs, last = model["rnn"](batch, hidden)
+        kept[len(batch)] = last.detach()
+        return model["head"](outputs).square().mean()
+
+    batch = X.reshape(8, 2, 3)
+    with pytest.warns(UserWarning, match=r"^step: loss_fn should return the "):
+        stepped(model, loss_fn, batch=batch)
 
 
 def test_a_forward_that_fails_in_the_middle_leaves_the_mode_of_the_model():
