@@ -164,7 +164,7 @@ _SPECIAL = [
     Row(
         torch_optimizer.Adahessian,
         refusals=dict.fromkeys(_CHECKS, _GRAPH),
-        note="differentiates the gradients: see below",
+        note="differentiates the gradients",
     ),
     Row(torch_optimizer.Lookahead, make=lookahead, note="has no `state_dict` on torch 2.13"),
 ]
