@@ -109,7 +109,7 @@ class StoreRendezvous(RendezvousHandler):
         )
         if store.add(f"machine/{self._rank}", 1) > 1:
             self._take_over(store)
-        return _signed(store), port
+        return store, port
 
     def _take_over(self, store: Any) -> None:
         """Wait until the earlier launcher of this machine has ended, and take its place."""

@@ -68,6 +68,19 @@ def test_two_machines_train_as_one_process_does(launchers, tmp_path, alone):
 
 
 @pytest.mark.slow
+def test_machines_with_a_token_read_what_each_other_has_signed(launchers, tmp_path):
+    script = """
+        import accel_fn as af
+        with af.distributed(device="cpu") as state:
+            print(state.rank, af.reduce_sum(state.rank + 1, state), flush=True)
+    """
+    machines = start_two(launchers, tmp_path, "script.py", script=script, ACCEL_FN_TOKEN="a secret")
+    ended = [machine.wait() for machine in machines]
+    assert [each.exit_code for each in ended] == [0, 0], ended
+    assert [each.stdout for each in ended] == ["0 3\n", "1 3\n"]
+
+
+@pytest.mark.slow
 def test_machines_meet_by_the_given_backend(launchers, tmp_path):
     """Torch's own rendezvous numbers machines in its own order."""
     script = """
