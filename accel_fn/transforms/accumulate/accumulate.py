@@ -120,7 +120,7 @@ def check_list(batch: Any, *, at_most: int) -> list[Any]:
     if type(batch) is not list:
         rule, repair = (
             "be a list of micro-batches",
-            "accumulate(split=None) takes what window gives",
+            "accumulate(split=None) takes what group_batches gives",
         )
         raise BatchError(message("step", "batch", rule, type(batch).__name__, repair))
     if len(batch) > at_most:
