@@ -37,7 +37,13 @@ _CHOSEN = (
     "wrap_deepspeed."
 )
 _DEEPSPEED = "wrap_deepspeed takes DeepSpeed's configuration; its engine stays inside of the step."
-_MESH = "Replicas and shards are both along dp: wrap_fsdp(replicate=r). wrap_tp() splits along tp."
+_MESH = (
+    "Replicas and shards are both along dp: wrap_fsdp(replicate=r). wrap_tp() splits along tp, wrap_cp(dims) "
+    "cuts sequences along cp."
+)
+_SEQUENCES = (
+    "af.wrap_cp cuts the sequences of a mesh with an axis cp: dims is such as dict(input_ids=1, labels=1)."
+)
 _DISPATCH = "Inference of one model over several devices is transformers' or accelerate's job."
 _SEED = (
     "The first weights are then the script's. Below af.build, af.seed_all(state) gives each rank dropout "
@@ -360,7 +366,7 @@ TABLE: dict[str, Row] = {
     "accelerator.free_memory": Row("del step, state, plan", "Nothing else holds them.", (22,)),
     "accelerator.clear": Row("del step, state, plan", "Nothing else holds them."),
     "accelerator.verify_device_map": Row(None),
-    "accelerator.maybe_context_parallel": Row(NONE, "Context parallelism is not here."),
+    "accelerator.maybe_context_parallel": Row(None, _SEQUENCES, transform="af.wrap_cp(dims)"),
     "accelerator.deepspeed_ulysses_dl_adapter": Row(NONE, _DEEPSPEED),
     # Properties.
     "accelerator.device": Row("state.device"),
@@ -406,7 +412,7 @@ TABLE: dict[str, Row] = {
     "accelerator.torch_device_mesh": Row("af.device_mesh(state)"),
     "accelerator.tensor_parallel_rank": Row('state.along("tp").rank'),
     "accelerator.pipeline_parallel_rank": Row(NONE, "Pipelines are not here."),
-    "accelerator.context_parallel_rank": Row(NONE, "Context parallelism is not here."),
+    "accelerator.context_parallel_rank": Row('state.along("cp").rank'),
     "accelerator.data_parallel_rank": Row("state.data.rank"),
     "accelerator.data_parallel_shard_rank": Row("state.data.rank"),
     # State without an Accelerator.
@@ -520,7 +526,9 @@ TABLE: dict[str, Row] = {
     "DeepSpeedEngineWrapper": Row(NONE, _DEEPSPEED),
     "HfDeepSpeedConfig": Row(NONE, _DEEPSPEED),
     "get_active_deepspeed_plugin": Row(NONE, _DEEPSPEED),
-    "init_empty_weights": Row(NONE, "A model is made whole, on the CPU, before build."),
+    "init_empty_weights": Row(
+        "af.empty(...)", "It takes what makes the model. af.load_model fills it after build."
+    ),
     "init_on_device": Row("with torch.device(...):"),
     "load_checkpoint_and_dispatch": Row(NONE, _DISPATCH),
     "dispatch_model": Row(NONE, _DISPATCH),

@@ -177,7 +177,9 @@ accelerator.save_model(net, folder) ==> -> af.save_model(net, folder)
 def load(accelerator: Accelerator):\n    pass ==> accelerator: Accelerator -> state: af.DistState
 data = load(accelerator, 16) ==> accelerator -> state
 self.accelerator.print('x') ==> -> af.print_on_main('x', state=state)
-accelerator.maybe_context_parallel() ==> -> (no counterpart)
+with accelerator.maybe_context_parallel():\n    pass ==> -> (goes)
+x = accelerator.context_parallel_rank ==> -> state.along("cp").rank
+from accelerate import init_empty_weights\nwith init_empty_weights():\n    pass ==> -> af.empty(...)
 from accelerate import notebook_launcher as go\ngo(train, (1, 2)) ==> -> af.launch(train,
 import accelerate.utils\naccelerate.utils.set_seed(3) ==> -> torch.manual_seed(3)
 from accelerate.utils import set_seed\nset_seed(3, device_specific=True) ==> manual_seed(3 + state.rank)
@@ -198,7 +200,7 @@ def test_a_line_is_followed_by_what_takes_its_place(tmp_path):
         for text, expected in rows
         if expected not in lines_of(tmp_path, text.replace(r"\n", "\n"))
     ]
-    assert (wrong, len(rows)) == ([], 48)
+    assert (wrong, len(rows)) == ([], 50)
 
 
 RECIPES = [
@@ -237,6 +239,7 @@ RECIPES = [
         "from accelerate.local_sgd import LocalSGD\nwith LocalSGD(accelerator, net, 8):\n    pass",
         "af.local_sgd(8)",
     ),
+    ("Accelerator()", "with accelerator.maybe_context_parallel():\n    pass", "af.wrap_cp(dims)"),
     (
         "Accelerator()",
         "from accelerate.utils import find_executable_batch_size\n"
