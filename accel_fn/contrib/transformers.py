@@ -558,7 +558,8 @@ _REASONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "torch_compile": (lambda args: args.torch_compile, "compile by recipe=compiled()"),
     "auto_find_batch_size": (
         lambda args: args.auto_find_batch_size,
-        'the batch size is part of the result; recipe=accumulate("auto") fits it to memory',
+        "the batch size is part of the result; a smaller one with more "
+        "gradient_accumulation_steps gives the same",
     ),
     "train_sampling_strategy": (
         lambda args: args.train_sampling_strategy == "batch_rebalance",

@@ -42,7 +42,8 @@ _MESH = (
     "cuts sequences along cp."
 )
 _SEQUENCES = (
-    "af.wrap_cp cuts the sequences of a mesh with an axis cp: dims is such as dict(input_ids=1, labels=1)."
+    "af.wrap_cp cuts sequences along the axis cp of the mesh: dims is such as "
+    "dict(input_ids=1, labels=1)."
 )
 _DISPATCH = "Inference of one model over several devices is transformers' or accelerate's job."
 _SEED = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from accelerate.parallelism_config import ParallelismConfig
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,6 +22,7 @@ from transformers import EarlyStoppingCallback, TrainingArguments
 import accel_fn as af
 from accel_fn.contrib.transformers import PRIVATE_NAMES, Trainer
 from tests.contrib.transformers import tiny
+from tests.support.processes import ROOT
 
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -335,12 +338,16 @@ def test_generation_of_a_seq2seq_trainer_is_left_alone(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fsdp": ({"fsdp": True}, r"args.fsdp must not be set.*wrap_fsdp"),
     "torch_compile": ({"torch_compile": True}, r"args.torch_compile must not be set.*compiled\(\)"),
-    "auto": ({"auto_find_batch_size": True}, r"args.auto_find_batch_size must not.*accumulate"),
+    "auto": (
+        {"auto_find_batch_size": True},
+        r"args.auto_find_batch_size must not.*accumulation_steps",
+    ),
     "rebalance": ({"train_sampling_strategy": "batch_rebalance"}, r".*shares out samples by their"),
     "static graph": ({"ddp_static_graph": True}, r"args.ddp_static_graph must not"),
     "buckets": ({"ddp_bucket_cap_mb": 5}, r"args.ddp_bucket_cap_mb must not be set, got 5"),
     "buffers": ({"ddp_broadcast_buffers": True}, r"args.ddp_broadcast_buffers must not"),
     "split": ({"accelerator_config": {"split_batches": True}}, r"args.accelerator_config must not"),
+    "axes": ({"parallelism_config": ParallelismConfig(tp_size=1)}, r"args.parallelism_config must"),
     "lomo": ({"optim": "lomo"}, r"args.optim must not be set, got .*in the backward"),
     "cache": ({"torch_empty_cache_steps": 3}, r"args.torch_empty_cache_steps must not"),
 }
@@ -352,6 +359,14 @@ def test_arguments_that_are_not_supported_are_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=f"Trainer: {text}"):
         tiny.trainer(Trainer, tmp_path, **given)
+
+
+def test_the_page_lists_the_arguments_that_are_refused() -> None:
+    page = (ROOT / "docs" / "from-trainer.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", page.partition("## Arguments that")[2], re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)(?:`|=)", row)}
+    not_set_here = {"deepspeed", "lomo", "split_batches", "dispatch_batches"}
+    assert listed - not_set_here == {name for given, _ in REFUSED.values() for name in given}
 
 
 def test_private_names_of_transformers_are_those_that_are_listed() -> None:
