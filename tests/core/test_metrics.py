@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import accel_fn as af
-from accel_fn.testing import simulate
+from accel_fn.testing import internals, simulate
 from tests.laws.law11_metrics import run_measured
 from tests.support import strategies as ours
 
@@ -105,3 +105,26 @@ def test_names_that_differ_between_micro_batches_are_refused():
     inputs = torch.tensor([[0.0] * 3, [1.0] * 3]).double()
     with pytest.raises(af.errors.LossError, match=r"\[\] at first, got \['big'\]"):
         step(state, (inputs, torch.ones(2, 1).double()))
+
+
+@pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
+def test_metrics_need_no_collective_of_their_own(wrap):
+    def with_metrics(model, batch):
+        loss = ours.mse(model, batch)
+        return loss, {"mean": loss.detach() * 2, "pair": (len(batch[0]), 2)}
+
+    def run(state):
+        calls = []
+        for loss_fn in (ours.mse, with_metrics):
+            model = ours.regression_model()
+            plan = af.Plan(loss_fn, model, ours.adamw(model.parameters()))
+            now, step = af.build(af.compose(wrap, af.accumulate(2))(plan), state, check_loss=False)
+            batch = (torch.ones(4, 3).double(), torch.ones(4, 1).double())
+            before = internals.num_calls()
+            for _ in range(3):
+                now, _ = step(now, batch)
+            calls.append(internals.num_calls() - before)
+        return calls
+
+    for plain, measured in simulate(run, world_size=2):
+        assert 0 < plain == measured

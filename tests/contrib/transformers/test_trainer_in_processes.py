@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers import EarlyStoppingCallback
 import accel_fn as af
 from accel_fn.contrib.transformers import Trainer
 from tests.contrib.transformers import tiny
-from tests.support.processes import launch
+from tests.support.processes import ROOT, launch
 
 pytestmark = pytest.mark.slow
 
@@ -155,6 +156,47 @@ def test_two_processes_are_one(name: str, tmp_path: Path) -> None:
     assert_same(two, one)
     last_step, max_steps, _ = two["steps"]
     assert (last_step < max_steps) == name.startswith("early stopping")
+
+
+def measure(folder: Path) -> None:
+    """Train by both Trainers with one and two micro-batches; write what the page has of each."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    for kind, name in ((transformers.Trainer, "plain"), (Trainer, "ours")):
+        for num_parts in (1, 2):
+            made, weights = tiny.trained(
+                kind,
+                folder / name,
+                per_device_train_batch_size=tiny.BATCH_SIZE // size // num_parts,
+                gradient_accumulation_steps=num_parts,
+            )
+            log = tiny.logged(made)
+            last = next(each["eval_loss"] for each in reversed(log) if "eval_loss" in each)
+            if made.is_world_process_zero():
+                found = (log[0]["loss"], last, weights)
+                torch.save(found, folder / f"{name} {size} {num_parts}.pt")
+
+
+def test_the_page_has_what_both_trainers_measure(tmp_path: Path) -> None:
+    for size in (1, 2):
+        script = f"from pathlib import Path\nfrom {__name__} import measure\nmeasure(Path({str(tmp_path)!r}))"
+        launch(script, num_processes=size, imports=(__name__,))
+    page = (ROOT / "docs" / "from-trainer.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (one|two) process(?:es)?(, two .*?)? \| (.*) \| (.*) \|$", page, re.MULTILINE
+    )
+    assert len(rows) == 4
+    *_, expected = torch.load(tmp_path / "plain 1 1.pt")
+    for size, parts, *shown in rows:
+        for name, cell in zip(("plain", "ours"), shown, strict=True):
+            place = f"{name} {1 + (size == 'two')} {1 + bool(parts)}.pt"
+            *losses, weights = torch.load(tmp_path / place)
+            first, last, off = cell.split(", ")
+            assert losses == pytest.approx([float(first), float(last)], rel=1e-3)
+            distance = float((weights - expected).abs().max())
+            if name == "ours":  # no more than the rounding of float32
+                assert max(distance, float(off)) < 1e-6
+            elif off != "-":
+                assert distance == pytest.approx(float(off), rel=0.1)
 
 
 _EIGHT_SAMPLES = {"per_device_train_batch_size": 8}
