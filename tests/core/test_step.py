@@ -110,6 +110,27 @@ def test_frozen_parameters_stay_and_an_optimizer_may_hold_a_part():
     assert model[0].bias.grad is None
 
 
+@pytest.mark.parametrize(("wrap", "world_size"), [(af.compose(), 1), (af.wrap_ddp(), 2)])
+def test_a_model_is_not_wrapped_and_its_outputs_are_not_upcast(wrap, world_size):
+    def run(state):
+        model = ours.regression_model().float()
+        kind, keys, outputs = type(model), list(model.state_dict()), []
+
+        def loss_fn(module, batch):
+            assert module is model
+            outputs.append(module(batch[0]))
+            return F.mse_loss(outputs[-1].float(), batch[1])
+
+        recipe = af.compose(wrap, af.with_amp("bf16"))
+        state, step, _ = built(recipe, state, loss_fn, model)
+        step(state, (torch.ones(4, 3), torch.ones(4, 1)))
+        assert (type(model), list(model.state_dict())) == (kind, keys)
+        assert not {"forward", "_original_forward"} & {*vars(model)}
+        return {each.dtype for each in outputs}
+
+    assert simulate(run, world_size=world_size) == [{torch.bfloat16}] * world_size
+
+
 def test_a_step_names_its_plan():
     _, step, _ = built(af.clip(2.0))
     assert repr(step) == (

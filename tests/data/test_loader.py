@@ -3,6 +3,7 @@
 import random
 import time
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,6 +228,14 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(loader, text):
     simulate(run, world_size=2)
     with pytest.raises(ValueError, match=f"shard_loader: .*{text}"):
         af.shard_loader(loader(), af.DistState(rank=1, world_size=2))
+
+
+def test_unequal_seeds_of_ranks_are_refused_on_every_rank():
+    def run(state):
+        with pytest.raises(RuntimeError, match=r"loader must be the same on every rank, .*seed=1"):
+            af.shard_loader(of(12, shuffle=True), replace(state, seed=state.rank))
+
+    simulate(run, world_size=2)
 
 
 def test_the_meaning_of_a_batch_must_be_known():
