@@ -81,9 +81,15 @@ def test_a_signal_to_one_rank_stops_all_and_the_launcher_restarts_them(
     assert (last, first < last) == ("step_00000036", True)
 
 
-def test_without_a_restart_the_launcher_ends_with_the_code_of_its_ranks(launchers, tmp_path, whole):
+@pytest.mark.parametrize("to_launcher", [False, True])
+def test_without_a_restart_the_launcher_ends_with_the_code_of_its_ranks(
+    launchers, tmp_path, whole, to_launcher
+):
     started, pids = start(launchers, tmp_path)
-    os.kill(pids[1], signal.SIGTERM)
+    if to_launcher:
+        started.kill(signal.SIGUSR1)  # forwarded to all ranks, as Slurm sends it before the end
+    else:
+        os.kill(pids[1], signal.SIGTERM)
     ended = started.wait()
     assert ended.exit_code == 75, ended
     assert ended.last_lines[-1] == "exit code 75: left to be started again"

@@ -210,6 +210,25 @@ def drawn(model, batch):
     return {"all": (out.square().sum(), len(out)), "some": (out[chosen].sum(), chosen.sum())}
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "num_calls"), [(positives, 3), (two, 3 + 2)], ids=["one term", "several terms"]
+)
+def test_several_terms_run_all_micro_batches_but_the_first_once_more(loss_fn, num_calls):
+    calls = []
+
+    def counted(model, batch):
+        calls.append(len(batch[0]))
+        return loss_fn(model, batch)
+
+    model = network()
+    plan = af.Plan(counted, model, ours.sgd(model.parameters()))
+    state, step = af.build(af.accumulate(3)(plan), af.DistState(), checks=())
+    state, _ = step(state, a_batch(6))
+    calls.clear()
+    step(state, a_batch(6))
+    assert calls == [2] * num_calls
+
+
 def test_a_pass_for_counts_leaves_draws_and_buffers_as_they_were():
     def model():
         torch.manual_seed(0)

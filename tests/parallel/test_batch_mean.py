@@ -97,6 +97,40 @@ def test_several_microbatches_are_refused_on_all_ranks(world_size, detached):
     assert all(simulate(run, world_size=world_size))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "match"),
+    [
+        (af.reproducible(2), (4, 4), "got one of 2 parts"),
+        (
+            af.local_sgd(2),
+            (4, 4),
+            "where ranks train separately, got one in a loss under local_sgd",
+        ),
+        (
+            af.wrap_ddp(),
+            (8, 0),
+            "every rank must be in the same collective, got (batch_mean|step) on",
+        ),
+    ],
+    ids=["reproducible", "local_sgd", "a rank without rows"],
+)
+def test_a_loss_that_has_no_mean_over_all_rows_is_refused_on_all_ranks(recipe, sizes, match):
+    parts = [torch.ones(size, 3).double() for size in sizes]
+
+    def run(state):
+        def loss_fn(model, batch):
+            return af.batch_mean(model(batch), state, "mean").square().sum()
+
+        model = ours.regression_model()
+        plan = af.Plan(loss_fn, model, ours.sgd(model.parameters()))
+        state, step = af.build(recipe(plan), state, check_loss=False)
+        with pytest.raises(af.AccelError, match=match):
+            step(state, parts[state.rank])
+        return True
+
+    assert all(simulate(run, world_size=2))
+
+
 def test_ranks_that_average_different_statistics_raise():
     def run(state):
         with pytest.raises(BatchError, match="one structure"):

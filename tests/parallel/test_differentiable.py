@@ -153,6 +153,12 @@ def test_ranks_that_train_apart_are_refused(name):
         step_with(GRAPHS[name], af.local_sgd(every=2), 2)
 
 
+def test_a_rank_without_rows_is_an_error_on_all():
+    match = "every rank must be in the same collective, got (gather|step) on rank"
+    with pytest.raises(af.AccelError, match=match):
+        step_with(GRAPHS["gather"], af.wrap_ddp(), 2, sizes=[4, 0], check_loss=False)
+
+
 def test_a_graph_that_is_lost_for_gather_is_refused():
     def put_back(z, state):
         with torch.no_grad():

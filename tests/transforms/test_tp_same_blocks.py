@@ -83,6 +83,20 @@ class Attention(nn.Module):
 FIXED = (HEADS, -1)
 
 
+class OneMatrix(Attention):
+    """Attention with one matrix for queries, keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        del self.q, self.k, self.v
+
+    def forward(self, x):
+        q, k, v = map(self.heads, self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
 class MLP(nn.Module):
     def __init__(self, between=F.gelu):
         super().__init__()
@@ -246,6 +260,7 @@ WRONG = {
     "a fixed number of heads": (Attention(*FIXED), ATTENTION),
     "as in BERT": (SelfAndOutput(*FIXED), BERT),
     "a norm": (MLP(lambda x: F.layer_norm(x, x.shape[-1:])), PAIR),
+    "one matrix in three chunks": (OneMatrix(), {"qkv": "colwise", "o": "rowwise"}),
     "no float64": (MLP(lambda x: by_constant(x).softmax(-1)), PAIR),
     "with a cache": (Wrapped(Named(*FIXED), call_with_cache), within("block", ATTENTION)),
     "the start of a vector": (Scaled(cut=True), PAIR),

@@ -39,6 +39,16 @@ def test_an_attention_sends_three_messages_and_a_micro_batch_one():
         assert accumulated - one == 3 + 1
 
 
+def test_an_attention_by_heads_sends_eight_messages():
+    recipe = af.compose(af.wrap_ddp(), af.wrap_cp(long.DIMS, attention="ulysses"))
+
+    def run(state):
+        return [calls_of_a_step(state, depth, recipe) for depth in (1, 2)]
+
+    for one, two in simulate(run, mesh={"cp": 2}):
+        assert two - one == 4 + 4  # queries, keys, values and outputs, and their gradients
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_keys_and_values_travel_before_they_are_repeated(monkeypatch, num_ranks):
     sent = []

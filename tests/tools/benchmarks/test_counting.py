@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import accel_fn as af
+from accel_fn.core import primitives
 from accel_fn.testing import simulate
 from accel_fn.testing.internals import num_calls
 from tests.support.processes import ROOT
@@ -16,6 +17,7 @@ from tests.tools.benchmarks.counting import count
 from tests.tools.benchmarks.growing import SLOPES
 from tests.tools.benchmarks.tasks import TINY, Scenario, Way, make_task
 
+PAGE = (ROOT / "docs" / "how-cost-grows.md").read_text()
 PLAIN = Way("plain")
 LOGGED = "log_to(every=50)"
 WAYS = {
@@ -75,9 +77,13 @@ def test_a_transform_adds_few_calls_and_operations_to_a_step(make, num_calls, nu
     assert found.ops - plain.ops <= num_ops
 
 
+def test_a_plain_step_makes_the_calls_that_the_docs_say():
+    ours, by_hand = map(int, re.findall(r"makes (\d+) calls where .* makes (\d+)", PAGE)[0])
+    assert (counted(loops.with_accel_fn).calls, counted(loops.by_hand).calls) == (ours, by_hand)
+
+
 def test_one_more_tensor_micro_batch_or_metric_adds_the_calls_that_the_docs_say():
-    page = (ROOT / "docs" / "how-cost-grows.md").read_text()
-    rows = dict(re.findall(r"^\| (\w[^|]*?) \| (\d+) \|$", page, re.MULTILINE))
+    rows = dict(re.findall(r"^\| (\w[^|]*?) \| (\d+) \|$", PAGE, re.MULTILINE))
     said = {
         "a tensor, by hand": rows["tensor, by hand (fused AdamW)"],
         "a tensor": rows["tensor"],
@@ -90,33 +96,82 @@ def test_one_more_tensor_micro_batch_or_metric_adds_the_calls_that_the_docs_say(
     assert {name: f"{measure():.0f}" for name, measure in SLOPES.items()} == said
 
 
+def messages_of(state, recipe, loss_fn=mse, *, num_steps=4, **given):
+    """Return the number of collectives in each step, without checks."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    plan = af.Plan(loss_fn, model, torch.optim.AdamW(model.parameters()), **given)
+    state, step = af.build(recipe(plan), state, checks=())
+    found = []
+    for _ in range(num_steps):
+        before = num_calls()
+        part = af.shard_batch((torch.ones(24, 4), torch.ones(24, 1)), state)
+        state, _ = step(state, part)
+        found.append(num_calls() - before)
+    return found
+
+
 @pytest.mark.parametrize(
     ("recipe", "messages"),
     [
         (af.wrap_ddp(), 1),
         (af.compose(af.wrap_ddp(), af.accumulate(4), af.clip(1.0), af.skip_nonfinite()), 1),
+        (af.compose(af.wrap_ddp(), af.with_amp("fp16")), 2),
         (af.compose(af.wrap_ddp(), af.accumulate("auto")), 3),
-        (af.wrap_fsdp(), 3),
+        (af.compose(af.wrap_fsdp(), af.clip(1.0)), 3),
         (af.reproducible(8), 4),
         (af.local_sgd(10), 2),
     ],
-    ids=["ddp", "ddp with others", "auto", "fsdp", "reproducible", "local_sgd"],
+    ids=["ddp", "ddp with others", "fp16", "auto", "fsdp", "reproducible", "local_sgd"],
 )
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_steady_step_sends_as_many_messages_as_the_docs_say(recipe, messages, world_size):
-    def run(state):
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-        plan = af.Plan(mse, model, torch.optim.AdamW(model.parameters()))
-        state, step = af.build(recipe(plan), state, checks=())
-        found = []
-        for _ in range(4):
-            before = num_calls()
-            part = af.shard_batch((torch.ones(24, 4), torch.ones(24, 1)), state)
-            state, _ = step(state, part)
-            found.append(num_calls() - before)
-        return found[2:]
+    found = simulate(lambda state: messages_of(state, recipe), world_size=world_size)[0]
+    assert found[2:] == [messages] * 2
 
-    assert simulate(run, world_size=world_size)[0] == [messages] * 2
+
+def test_an_average_of_local_sgd_sends_as_many_more_messages_as_the_docs_say():
+    run = partial(messages_of, recipe=af.local_sgd(2), num_steps=6)
+    assert simulate(run, world_size=2)[0][2:] == [2, 2 + 3] * 2
+
+
+def in_terms(model, batch):
+    loss = mse(model, batch)
+    return {"first": loss, "second": loss.square()}
+
+
+def as_sum(model, batch):
+    return 24 * mse(model, batch), 24
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "given"),
+    [
+        (in_terms, {"weight_fn": {"first": af.count_samples, "second": af.count_samples}}),
+        (as_sum, {}),
+    ],
+    ids=["several terms", "a sum and its count"],
+)
+def test_losses_that_need_a_weight_or_a_count_send_one_message_more(loss_fn, given):
+    run = partial(messages_of, recipe=af.wrap_ddp(), loss_fn=loss_fn, **given)
+    assert simulate(run, world_size=2)[0][2:] == [2, 2]
+
+
+@pytest.mark.parametrize("num_metrics", [0, 1, 3])
+def test_a_message_has_as_many_bytes_as_the_docs_say(num_metrics, monkeypatch):
+    sizes, make = [], primitives._Heads.__init__
+
+    def noting(heads, numbers, what, state, function):
+        make(heads, numbers, what, state, function)
+        sizes.append(len(heads._received) // state.world_size)
+
+    def loss_fn(model, batch):
+        loss = mse(model, batch)
+        pairs = {f"metric {index}": (loss.detach(), 1) for index in range(num_metrics)}
+        return (loss, pairs) if pairs else loss
+
+    monkeypatch.setattr(primitives._Heads, "__init__", noting)
+    simulate(partial(messages_of, recipe=af.wrap_ddp(), loss_fn=loss_fn), world_size=2)
+    assert sizes[-1] == 64 + 8 * 2 * num_metrics
 
 
 @pytest.mark.parametrize("wrap", [af.wrap_ddp(), af.wrap_fsdp()], ids=["ddp", "fsdp"])
