@@ -1,4 +1,4 @@
-"""Save the weights of a model, without a run: save_model, whole_state_dict."""
+"""Save the weights of a model alone: `save_model` to files, `whole_state_dict` to the main rank's memory."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _OF_TORCH = {"_step_count", "grad_scale", "found_inf"}
 
 
 class OptimizerAttributes:
-    """Compares numbers and tensors in attributes of optimizers that are not torch's with those at `build`."""
+    """Compares the attributes of optimizers from outside torch with their values at `build`."""
 
     def __init__(self, plan: Plan) -> None:
         self._found = [

@@ -49,18 +49,20 @@ def test(
     config_file: Path | None,
     as_json: bool,
 ) -> None:
-    """Check the library's promises on this machine, over real processes, or one plan of yours.
+    """Check the library's promises with real processes on this machine, or check a plan of yours.
 
-    Trains small models on all ranks and by a plain loop on one, distributes data, runs collectives,
-    and prints for each promise, as soon as it is checked, the largest difference, next to the
-    difference that rounding explains. The exit code is 0 if all promises hold. Settings are those
-    of `accel-fn launch`.
+    Without a TARGET, the command trains small models on all ranks and in a plain loop on one rank,
+    distributes data, and runs collectives. For each promise, it prints the largest difference, next
+    to the difference that rounding explains. The exit code is 0 if all promises hold. Settings are
+    those of `accel-fn launch`.
 
-    With a TARGET, train that plan in float64 on one simulated rank and on several, on the CPU, and compare
-    parameters, losses and norms. TARGET is FILE.py:NAME or MODULE:NAME, and names a function without
-    arguments that gives a plan, a plan and a state, a model, or a model and a batch.
+    With a TARGET, the command trains that plan in float64 on one simulated rank and on several, on
+    the CPU, and compares parameters, losses and norms. TARGET is FILE.py:NAME or MODULE:NAME, and
+    names a function without arguments. The function returns a plan (alone or with a state) or a
+    model (alone or with a batch).
 
-    On several machines, start it there: `accel-fn launch ... -m accel_fn test`, or srun.
+    To check several machines, start the command on each of them, by
+    `accel-fn launch ... -m accel_fn test` or by srun.
     """
     with one_line_errors():
         if target is not None:

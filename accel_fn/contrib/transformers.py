@@ -384,7 +384,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not Path(checkpoint, _FOLDER).is_dir():
-            # This is a checkpoint of a plain Trainer.
+            # There is no checkpoint, or a plain Trainer wrote it.
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         saved = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)

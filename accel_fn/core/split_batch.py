@@ -174,15 +174,15 @@ def _held_tensors(leaf: Any, depth: int) -> list[Tensor]:
 
 
 def split_batch(batch: Any, num_parts: int) -> Sequence[Any]:
-    """Cut a batch into consecutive parts along the leading dimension, as even as possible.
+    """Cut a batch along the leading dimension, into consecutive parts of nearly equal size.
 
     Parts differ by at most one sample. There are never more parts than samples, and always at least
     one, so no part is empty unless the batch is.
 
     Args:
-        batch: a tree of tensors, each [num_samples, ...], and of `samples`. Lists of num_samples
-            non-tensors, tuples of num_samples strings, and NumPy arrays are cut too. 0-dim tensors,
-            numbers, strings and other objects without rows go to every part whole.
+        batch: a tree of tensors, each [num_samples, ...], and of lists marked by `af.samples`. Lists of
+            num_samples non-tensors, tuples of num_samples strings, and NumPy arrays are cut too. Each
+            part has all 0-dim tensors, numbers, strings and other objects without rows.
         num_parts: at most this many parts.
 
     Returns:

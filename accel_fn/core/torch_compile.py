@@ -103,11 +103,11 @@ _is_uncompiled = ContextVar("_is_uncompiled", default=False)
 
 
 def compile_function(fn: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """Call `torch.compile`, with a graph count separate from that of any other function.
+    """Call `torch.compile`, with a cache and a recompile limit of this function alone.
 
-    Graphs of inner functions, which torch compiles separately after a graph break, are separate
-    too. Otherwise torch would run them for another model of the class, without that model's hooks.
-    torch before 2.13 cannot separate them.
+    The functions that torch compiles separately after a graph break get their own caches too.
+    Otherwise torch could run code that it compiled for one model on another model of the same
+    class, without the hooks of that model. torch before 2.13 cannot separate these caches.
     """
     if "isolate_recompiles" in signature(torch.compile).parameters:
         settings["isolate_recompiles"] = True

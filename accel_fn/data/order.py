@@ -32,7 +32,7 @@ _Numbers = npt.NDArray[np.uint64]
 
 
 def permute(indices: Tensor, num_samples: int, key: int) -> Tensor:
-    """Permute 0 .. num_samples - 1 pseudo-randomly, only at the given indices.
+    """Return the entries at these indices of a pseudo-random permutation of 0 .. num_samples - 1.
 
     A generalized Feistel network over a grid, with about the square root of num_samples in each
     direction, permutes the cells of the grid. Cells that land outside of 0 .. num_samples - 1 are
@@ -49,7 +49,7 @@ def permute(indices: Tensor, num_samples: int, key: int) -> Tensor:
     Cost: O(num_indices) in time and memory, for any num_samples.
 
     Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains";
-    each round hashes by a square's high bits, as Widynski 2020, "Squares".
+    the hash in each round is the high bits of a square, as in Widynski 2020, "Squares".
 
     >>> import torch
     >>> from accel_fn.data.order import permute

@@ -24,7 +24,13 @@ _COMPILING = (f"_dynamo{os.sep}convert_frame.py", f"_inductor{os.sep}compile_fx.
 
 # Functions by which a report finds the phase of a step on the stack, so that a step need not record
 # it.
-_PHASES = {"Strategy.outputs": "forward", "run_backward": "backward", "apply_update": "update"}
+_PHASES = {
+    "evaluate": "",
+    "predict": "",
+    "Strategy.outputs": "forward",
+    "run_backward": "backward",
+    "apply_update": "update",
+}
 
 
 def is_in_python(file: str) -> bool:
@@ -133,9 +139,9 @@ class Stack:
         return self
 
     def phase(self) -> str:
-        """Return the phase of the step on the stack; empty outside of a step."""
-        names = [_PHASES.get(frame.f_code.co_qualname, "") for frame, _ in reversed(self.calls)]
-        return next(filter(None, names), "")
+        """Return the phase of a step that is on the stack: forward, backward or update; "" if none is."""
+        names = (frame.f_code.co_qualname for frame, _ in self.calls)
+        return next((_PHASES[name] for name in names if name in _PHASES), "")
 
     def __str__(self) -> str:
         shown = self.calls[-_NUM_CALLS:]

@@ -136,9 +136,10 @@ def recompute(state: DistState, plan: Plan, *, blocks: Blocks, offload: bool) ->
             return forward(*args, **kwargs)
         around = checkpoint_hook()
         if around and not hasattr(around, OURS):
-            # Do not checkpoint again: the model's own checkpoint around this block saves this
-            # memory already. The recomputation of that checkpoint calls the block outside of our
-            # context and of a compiled loss, and must save the same tensors as this forward.
+            # Do not checkpoint again: the model's own checkpoint around this block saves the memory
+            # already. Its recomputation calls the block after our context has ended, so it runs the
+            # plain forward, or a compiled block. It must save the same tensors as the forward
+            # here, so call the same function.
             return (forward if block._compiled_call_impl else plain)(*args, **kwargs)
         # By default, torch stops a recomputation at the last tensor that the backward needs, which
         # comes before the output. To compare outputs, a recomputation must run to the end.

@@ -289,6 +289,9 @@ def test_the_phase_of_a_step_is_read_off_the_stack():
     state, step = af.build(af.Plan(loss_fn, model, optimizer), af.DistState())
     step(state, torch.ones(3, 2))
     assert phases == ["forward", "backward", "update"]
+    phases.clear()
+    af.evaluate(step, state, [torch.ones(3, 2)])
+    assert phases == [""]  # the forward of an evaluation is none of a step
     assert Stack.of_thread(sys._getframe()).phase() == ""
     assert Stack.of_thread(None).calls == ()
 

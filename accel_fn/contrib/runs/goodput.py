@@ -137,7 +137,11 @@ def _microseconds(seconds: Any) -> int | None:
 
 
 def _entries(run: Run) -> Iterator[_Entry]:
-    """Yield an entry for each line, for each event, and for the last of the lines that a load cut off."""
+    """Yield an entry for each line of the log and for each event.
+
+    A resumed run removes the lines after its checkpoint from the log: the last of them has an entry
+    too.
+    """
     waits, skips = map(_by_step, (run.of_plans("data_wait"), run.of_plans("skipped_updates")))
     for step, seconds in zip(*run.columns.get("time", ([], [])), strict=True):
         if (time := _microseconds(seconds)) is not None:

@@ -332,7 +332,7 @@ def _varied(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _is_constant(tensors: Iterable[Tensor]) -> bool:
-    """Return whether the first floating-point tensor is empty, or constant except for NaN."""
+    """Return whether each element of the first floating-point tensor equals its first one, or is NaN."""
     first = next((each for each in tensors if each.is_floating_point()), None)
     if first is None:
         return False
