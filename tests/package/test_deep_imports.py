@@ -72,6 +72,7 @@ DEEP = {
     "support/schedules.py": {"transforms.schedule.advance"},
     "support/strategies.py": {"core"},
     "tools/benchmarks/loading.py": {"data.order"},
+    "tools/benchmarks/test_counting.py": {"core"},
     "tools/benchmarks/saving.py": {"checkpoint.background", "checkpoint.files"},
     "tools/mutants/probe.py": {"testing.promises"},
     "tools/mutants/test_mutants.py": {"transforms"},
