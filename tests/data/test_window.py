@@ -121,7 +121,10 @@ ONE = (torch.ones(2, 3).double(), torch.ones(2, 1).double())
 @pytest.mark.parametrize(
     ("batch", "text"),
     [
-        (ONE, "batch must be a list of micro-batches, got 'tuple'; .* takes what group_batches gives"),
+        (
+            ONE,
+            "batch must be a list of micro-batches, got 'tuple'; .* takes what group_batches gives",
+        ),
         ([ONE] * 3, r"list of at most 2 micro-batches, got 3; use accumulate\(3, split=None\)"),
     ],
 )
