@@ -94,7 +94,7 @@ class BatchReader:
         epoch: int | None,
         first_batch: int,
         seed: int,
-        by_loop: bool = False,
+        by_loop: bool,
     ) -> Iterator[Any]:
         """Yield the batch of each part, in order. Workers start when the first batch is taken.
 

@@ -141,6 +141,7 @@ def test_a_bar_of_the_run_shows_epoch_position_and_loss():
     [
         ({}, "epoch 1:  50%|█████     | 6/12"),
         ({"max_steps": 9}, "epoch 1:  67%|██████▋   | 6/9"),
+        ({"max_steps": 8}, "epoch 1:  75%|███████▌  | 6/8"),
         ({"max_steps": 90}, "epoch 1:  50%|█████     | 6/12"),
         ({"num_epochs": None, "max_steps": 24}, "epoch 1:  25%|██▌       | 6/24"),
     ],

@@ -292,6 +292,26 @@ def test_accumulation_by_hand_and_a_schedule_of_epochs_are_read(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("precision", "fused", "differs"),
+    [("fp16", "True", True), ("fp16", "False", False), ("bf16", "True", False)],
+)
+def test_a_fused_optimizer_differs_under_fp16_alone(tmp_path, precision, fused, differs):
+    path = tmp_path / "script.py"
+    accelerator = f"Accelerator(mixed_precision={precision!r})"
+    optimizer = f"torch.optim.AdamW(net.parameters(), fused={fused})"
+    path.write_text(
+        BY_HAND.replace("Accelerator()", accelerator).replace(
+            "opt, loader", f"opt = {optimizer}\nopt, loader", 1
+        )
+    )
+    found = json.loads(printed(path, "--json"))
+    rows = {
+        number for line in found["lines"] for use in line["uses"] for number in use["differences"]
+    }
+    assert (9 in rows) == differs
+
+
 def test_imports_but_the_first_go(tmp_path):
     text = lines_of(tmp_path, "from accelerate.utils import set_seed")
     assert text.count("-> import accel_fn as af") == 1
