@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import atexit
-import logging
-import math
 import numbers
 import os
-import resource
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 from weakref import finalize
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accel_fn.core.batch import count_samples
 from accel_fn.core.collectives import any_rank
-from accel_fn.core.delayed_read import DelayedFloats
 from accel_fn.core.loop import Strategy
 from accel_fn.core.observers import Observer
 from accel_fn.core.plan import Plan, SlotFunction
@@ -36,7 +27,6 @@ from accel_fn.errors import (
     UNPRINTABLE,
     ArgumentError,
     ArgumentTypeError,
-    BatchError,
     PlanError,
     StateError,
     check_count,
@@ -46,15 +36,11 @@ from accel_fn.observe.explain import explain
 from accel_fn.observe.log_writers import (
     EVENTS,
     SUFFIXES,
-    LogFile,
-    Write,
-    as_writer,
     check_writer,
-    open_log,
-    write_settings,
 )
 from accel_fn.observe.over_loader import check_step
-from accel_fn.parallel.launch_options import launch_options
+from accel_fn.observe.recorder import Recorder, path_of
+from accel_fn.observe.step_measures import LoopWait, Memory, Throughput
 
 _NAMES = (
     "step",
@@ -70,12 +56,6 @@ _NAMES = (
     "peak_memory",
 )
 """The names of the step's own values in a line; a user's values may not have these names."""
-_MEMORY_S = 1.0
-"""Seconds for which a reading of the peak memory is reused, since reading it is slow."""
-_LOG = logging.getLogger(__name__)
-_IMPORTED = time.time()
-_END_S = 10.0
-"""The longest time that the end of a process waits for the last values: a device may hang."""
 
 
 def log_to(*writers: object, every: int = 10, prefix: str = "") -> Transform:
@@ -344,112 +324,6 @@ class LogOnMain(Log):
         self._recorder.read(self._newest, values)
 
 
-class LoopWait:
-    """Measures the loop's time between steps, since the last line."""
-
-    def __init__(self) -> None:
-        self._last = self._ended = self._waited = self._paused = 0.0
-        self._in_step = False
-        self.is_new = True
-        """Whether no step has begun yet."""
-
-    def begin_step(self) -> None:
-        # If a step has begun already, an earlier call has computed the gradients for the update of
-        # this call.
-        if self._in_step:
-            return
-        now = perf_counter()
-        if self.is_new:
-            self.is_new, self._last = False, now
-        else:
-            self._waited += max(now - self._ended - self._paused, 0.0)
-        self._paused, self._in_step = 0.0, True
-
-    def end_step(self) -> None:
-        self._ended, self._in_step = perf_counter(), False
-
-    def pause(self, seconds: float) -> None:
-        """Exclude time that was spent on a checkpoint or an evaluation."""
-        self._paused += seconds
-
-    def since_last(self) -> tuple[float, float]:
-        """Return the seconds since the last call, and how many of these were between steps."""
-        now = perf_counter()
-        elapsed, waited = now - self._last, self._waited
-        self._last, self._waited = now, 0.0
-        return elapsed, waited
-
-
-class Throughput:
-    """Counts samples and items since the last line."""
-
-    def __init__(self, state: DistState, plan: Plan) -> None:
-        self._num_parts = state.data.world_size
-        self._is_weight = plan.weight_fn is count_samples
-        """Whether the weight of a batch is its number of samples."""
-        self._counts = not self._is_weight
-        self._takes_windows = bool(plan.having("takes_windows"))
-        self._samples = 0
-        self._items: dict[str, float] = {}
-
-    def count(self, batch: Any) -> None:
-        """Count the samples of this rank's batch, unless the weight of a batch is this count."""
-        if self._counts and batch is not None:
-            try:
-                batches = batch if self._takes_windows else [batch]
-                self._samples += sum(map(count_samples, batches))
-            except BatchError:
-                # `count_samples` cannot count such a batch, only the plan's weight_fn can.
-                self._counts = False
-
-    def add(self, report: Report) -> None:
-        """Add the weight of a global batch to the counts."""
-        if isinstance(report.weight, int | float):
-            # Test for numbers, which is faster than a test for a Mapping.
-            weights = {"": report.weight}
-        else:
-            weights = {f"/{name}": weight for name, weight in report.weight.items()}
-        for name, weight in weights.items():
-            self._items[name] = self._items.get(name, 0.0) + float(weight)
-
-    def per_second(self, seconds: float) -> dict[str, float]:
-        """Return samples and items per second, and reset the counts."""
-        found = {}
-        if self._is_weight:
-            found["samples_per_second"] = self._items[""] / seconds
-        else:
-            if self._counts:
-                found["samples_per_second"] = self._samples * self._num_parts / seconds
-            for name, items in self._items.items():
-                found[f"items_per_second{name}"] = items / seconds
-        self._samples, self._items = 0, {}
-        return found
-
-
-class Memory:
-    """The peak memory in bytes: of the device, or of the process on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._read_at = -math.inf
-        self._known: dict[str, int] = {}
-
-    def peak(self) -> dict[str, int]:
-        """Return the peak, read at most a second ago: reading the memory costs as much as writing a line."""
-        now = perf_counter()
-        if now - self._read_at > _MEMORY_S:
-            self._read_at = now
-            if self._device.type == "cpu":
-                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-                self._known = {"peak_memory": peak if sys.platform == "darwin" else peak * 1024}
-            else:
-                with suppress(RuntimeError):
-                    # Some devices do not count their memory.
-                    peak = torch.accelerator.max_memory_allocated(self._device)
-                    self._known = {"peak_memory": peak}
-        return self._known
-
-
 def _check_names(function: str, parameter: str, names: Iterable[str], repair: str) -> None:
     """Refuse names of the step's own values, and names that would break a line."""
     wrong = [name for name in names if name in _NAMES or UNPRINTABLE.search(name)]
@@ -499,136 +373,3 @@ def _check_writer(given: object) -> None:
     elif path.suffix not in SUFFIXES or path.name.endswith(EVENTS):
         rule = "be paths that end in .jsonl or .csv, and not in .events.jsonl"
         raise ArgumentError(message("log_to", "writers", rule, str(path)))
-
-
-class Recorder:
-    """Reads a line's values one step later, and writes them.
-
-    It outlives the step, since it writes the last line after the step is deleted.
-    """
-
-    def __init__(self, writers: Sequence[object], prefix: str, plan: str) -> None:
-        self._files: list[LogFile] = []
-        self._trackers: list[object] = []
-        self._writes: list[Write] = []
-        for each in writers:
-            path = path_of(each)
-            if path is None:
-                self._trackers.append(each)
-                self._writes.append(as_writer(each))
-            else:
-                self._files.append(open_log(path))
-        for file in self._files:
-            file.plans.append(plan)
-            file.recorders.add(self)
-        self._prefix, self._plan = prefix, plan
-        self._delayed = DelayedFloats()
-        self._line: tuple[int, float] | None = None
-        """Step and time of the line whose values are being copied from the device."""
-        self.step: int | None = None
-        """The newest step; None before the run begins."""
-
-    def begin(self, state: DistState) -> None:
-        """Begin to log, unless a load has begun the log; remove an earlier run's lines of later steps."""
-        if self.step is None:
-            self._start(state)
-            for file in self._files:
-                file.begin_run(state.step)
-
-    def resume(self, state: DistState, seconds: float, folder: Path) -> None:
-        """Continue from the step of a checkpoint."""
-        self._delayed.last()
-        self._line = None
-        self._start(state)
-        for file in self._files:
-            file.resume(state.step, seconds, folder)
-
-    def rewind(self, step: int) -> None:
-        """Cut the log back to its state before an earlier step, which the program runs again."""
-        self.flush()
-        for file in self._files:
-            file.rewind(step)
-
-    def _start(self, state: DistState) -> None:
-        if self.step is None:
-            launch = asdict(launch_options())
-            process: dict[str, object] = {
-                "process_began": _process_began(),
-                "world_size": state.world_size,
-                "device": str(state.device),
-                "launch": launch,
-            }
-            for file in self._files:
-                file.note_process(state.step, process)
-            for tracker in self._trackers:
-                write_settings(tracker, self._plan, launch)
-        self.step = state.step
-
-    def event(self, event: str, step: int, **facts: object) -> None:
-        """Add an event, if the run has begun."""
-        if self.step is not None:
-            for file in self._files:
-                file.event(event, step, **facts)
-
-    def read(self, step: int, values: Mapping[str, Any]) -> None:
-        """Start to copy a line's values from the device; on a CPU, write the line immediately."""
-        self._line = step, time.time()
-        self._write_line(self._delayed(values, values["loss"].device))
-
-    def flush(self, timeout_s: float | None = None) -> None:
-        """Write the pending line: read its values, whose copy from the device has begun earlier."""
-        if self._line is not None:
-            self._write_line(self._delayed.last(timeout_s))
-
-    def _write_line(self, values: Mapping[str, float] | None) -> None:
-        if self._line is None or values is None:
-            return
-        step, at = self._line
-        self._line = None
-        self.write(step, at, values)
-
-    def write(self, step: int, at: float, values: Mapping[str, float]) -> None:
-        """Write a line with the values of this step."""
-        if self._prefix:
-            values = {f"{self._prefix}{name}": value for name, value in values.items()}
-        for file in self._files:
-            # Steps in a file must rise, so first flush the older lines of plans that run less
-            # often. Skip this for one plan: a walk over weak references would take a tenth of the
-            # time of a line.
-            for other in file.recorders if len(file.recorders) > 1 else ():
-                if other._line is not None and other._line[0] < step:
-                    other.flush()
-            file.values(step, at, values)
-        for write in self._writes:
-            write(step, dict(values))
-
-    def end(self, process: int) -> None:
-        """Write the last line, and the event that ends the run."""
-        # Skip processes that this one forked.
-        if os.getpid() != process or self.step is None:
-            return
-        step = self._line[0] if self._line else self.step
-        try:
-            self.flush(_END_S)
-        except Exception as error:
-            # Do not raise at exit. The program may, for example, have closed a tracker.
-            _LOG.warning("log_to: the line of step %d is not written: %r", step, error)
-        # The error that ends this process, if there is one.
-        last = getattr(sys, "last_value", None)
-        # At a prompt, an error does not end the process.
-        ends = last is not None and not hasattr(sys, "ps1")
-        self.event("end", self.step, error=type(last).__name__ if ends else None)
-
-
-def path_of(given: object) -> Path | None:
-    return Path(os.path.expanduser(given)) if isinstance(given, str | os.PathLike) else None
-
-
-def _process_began() -> float:
-    """Return the time at which this process began; if unknown, when it imported this file."""
-    try:
-        began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        up = float(Path("/proc/uptime").read_text().split()[0])
-        return time.time() - up + float(began) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return _IMPORTED
