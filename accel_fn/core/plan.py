@@ -320,13 +320,14 @@ class SlotFunction(partial[Any]):
             trained parameters), "local_gradients" (ranks keep their own gradients: they are not
             compared, and `build` refuses a mesh and losses `(sum, count)`), "shards" (forwards have
             collectives, so all ranks run equally many), "cuts_sequences" (forwards have collectives
-            along an axis of a mesh), "takes_empty" (the model may be on the meta device; a strategy
-            calls `give_memory`), "acts_alone" (it has an effect in a world of one too),
-            "virtual_ranks" (micro-batches represent ranks), "cuda_graphs" (a backward overwrites
-            the previous gradients), "retries" (a batch may be repeated), "takes_windows" (a batch
-            is a list of micro-batches), "fixed_microbatches" (their number determines the exact
-            result), "compiles_loss" (one graph holds the whole forward), "clips_norm" (it clips by
-            the norm `max_norm` among its settings), "collectives_in_apply" (the update has
+            along an axis of a mesh), "takes_blocks" (a strategy that averages over all ranks of a
+            mesh, so that `wrap_cp` may take it over), "takes_empty" (the model may be on the meta
+            device; a strategy calls `give_memory`), "acts_alone" (it has an effect in a world of
+            one too), "virtual_ranks" (micro-batches represent ranks), "cuda_graphs" (a backward
+            overwrites the previous gradients), "retries" (a batch may be repeated), "takes_windows"
+            (a batch is a list of micro-batches), "fixed_microbatches" (their number determines the
+            exact result), "compiles_loss" (one graph holds the whole forward), "clips_norm" (it
+            clips by the norm `max_norm` among its settings), "collectives_in_apply" (the update has
             collectives, so a rank that is lost in it leaves the others waiting) and "may_skip" (an
             update may be skipped for other reasons than `accept`).
         source: text that `explain` adds: where the settings come from, if not from the call.

@@ -105,7 +105,7 @@ class DDPSlot(SlotFunction):
     def traits(self) -> frozenset[str]:  # type: ignore[override]
         """Return the traits. Without `find_unused_parameters`, DDP waits for every gradient."""
         finds = self.keywords.get("find_unused_parameters")
-        return frozenset() if finds else frozenset({"needs_every_parameter"})
+        return frozenset({"takes_blocks", *([] if finds else ["needs_every_parameter"])})
 
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse models and options that DDP would not handle."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -37,7 +38,10 @@ T = TypeVar("T")
 EXIT_CODE = 124
 """The exit code of a process whose world timed out, as for `timeout` in coreutils."""
 
-_OF_GLOO, _TIMED_OUT = "gloo/transport", "Timed out waiting"
+_OF_GLOO = "gloo/transport"
+_TIMED_OUT = re.compile("Timed out waiting|Application timeout")
+"""Matches Gloo's error for a time-out, and its error for other collectives on the connection that
+the time-out closed."""
 _ABORTED = "another rank has waited for too long"
 _STDERR = 2
 _LONGEST_PERIOD_S, _READS_PER_S = 0.5, 2000
@@ -204,13 +208,14 @@ class StoreWatchdog:
     def diagnose(self, error: BaseException, function: str, axis: str = "") -> None:
         """Abort if a Gloo error is a time-out; raise a WorldError if it means that a rank is gone."""
         text = str(error)
-        if _OF_GLOO not in text:
+        has_timed_out = bool(_TIMED_OUT.search(text))
+        if _OF_GLOO not in text and not has_timed_out:
             return
         peers = self._ranks.along(axis, self._rank)
         # Without the lock, the watchdog's thread could report this line instead of the line whose
         # collective failed.
         with self._diagnosing:
-            if _TIMED_OUT in text:
+            if has_timed_out:
                 self._request_abort(function, axis, error)
             # The log may explain a closed connection by the entry of a peer that left, or by a request
             # to abort. Wait for one of them.

@@ -44,6 +44,13 @@ CASES = {
         if state.rank:
             print(float(step.forward(state, batch)))  # evaluates
     """,
+    "a_rank_that_comes_to_three_steps_of_four": """
+        mark()
+        for number in range(4):
+            if number == 3 and state.rank:
+                time.sleep(600)  # elsewhere
+            state, _ = step(state, batch)  # steps
+    """,
     "an_exception_on_one": """
         mark()
         if state.rank:
@@ -118,11 +125,6 @@ def of(*names):
     return pytest.mark.parametrize("ended", cases, indirect=True)
 
 
-def collective_of(end, rank):
-    """Return the number of the collective of a step in which a report shows this rank."""
-    return int(re.search(rf"rank {rank}: in collective (\d+), step", end.stderr)[1])
-
-
 def in_stack(place):
     path, _, rest = place.partition(":")
     return f'File "{path}", line {rest.split()[0]}, in <module>\n'
@@ -163,13 +165,10 @@ def test_a_collective_on_one_rank_is_reported_by_all_with_its_shapes_and_lines(e
 def test_numbers_of_another_collective_are_never_taken_for_gradients(ended):
     ranks, _ = ended
     rule = "step: every rank must be in the same collective, got"
-    names = ("weights 4", "weights forward 4")
-    for rank, end in enumerate(ranks):
+    for end in ranks:
         assert end.exit_code == 1, end.stderr
-        assert (
-            f"{rule} {names[1 - rank]} on rank {1 - rank} and {names[rank]} on rank {rank}\n"
-            in end.stderr
-        )
+        # Rank 0 waits in a backward of DDP, and reads the rule in the report of rank 1.
+        assert f"{rule} losses 4 on rank 0 and weights forward 4 on rank 1" in end.stderr
     assert len(ranks[1].stdout.splitlines()) == 1  # only the mark
 
 
@@ -178,12 +177,24 @@ def test_a_rank_that_has_left_is_named_with_its_last_step(ended):
     (waits, left), place = ended
     assert (left.exit_code, left.stderr) == (0, "")
     at = place("# steps")
-    number = collective_of(waits, 0)
+    number = int(re.search(r"rank 0: .* last collective (\d+), step", waits.stderr)[1])
     assert_shows(
         waits,
-        f"  rank 0: in collective {number}, step of float64 [3], at {at}; last step 4, at {at}\n",
+        f"  rank 0: at {at}; in step 4, backward; last collective {number}, step of float64 [5], at {at}\n",
         f"  rank 1: has left; last step 3, at {at}; "
-        f"last collective {number - 1}, step of float32 [3], at {at}\n",
+        f"last collective {number - 1}, step of float64 [5], at {at}\n",
+    )
+
+
+@of("a_rank_that_comes_to_three_steps_of_four")
+def test_a_wait_in_a_backward_of_ddp_is_reported_by_all(ended):
+    """Gloo ends one of the two collectives that wait by a time-out, and the other one with it."""
+    ranks, place = ended
+    steps = place("# steps")
+    assert_reports(
+        ranks,
+        f"  rank 0: at {steps}; in step 4, backward; ",
+        f"  rank 1: at {place('# elsewhere')}; ",
     )
 
 

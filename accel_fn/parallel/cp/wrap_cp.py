@@ -18,8 +18,6 @@ from accel_fn.parallel.axis_size import axis_size
 from accel_fn.parallel.batch_norm import batch_norms
 from accel_fn.parallel.cp.strategy import make_cp
 from accel_fn.parallel.cp.transformers import check_models
-from accel_fn.parallel.ddp import DDPSlot
-from accel_fn.parallel.fsdp.fsdp import FSDPSlot
 
 _RATES = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout")
 """The names under which a `config` keeps the rate of dropout inside of attention."""
@@ -134,7 +132,7 @@ class CPSlot(SlotFunction):
             inner.validate(state, plan)
         if axis_size("wrap_cp", state, self.keywords["axis"]) == 1:
             return
-        if not isinstance(inner, DDPSlot | FSDPSlot):
+        if "takes_blocks" not in getattr(inner, "traits", ()):
             others = [each for each in (inner, *plan.strategy) if each not in (None, self)]
             got = " and ".join(map(describe, others)) or "nothing"
             raise PlanError(

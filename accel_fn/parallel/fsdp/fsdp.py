@@ -157,7 +157,8 @@ class FSDPSlot(SlotFunction):
     def traits(self) -> frozenset[str]:  # type: ignore[override]
         """Return the traits: on one rank, FSDP may still convert or offload parameters."""
         alone = self.keywords["param_dtype"] is not None or self.keywords["offload"]
-        return frozenset({"shards", "takes_empty", *(["acts_alone"] if alone else ())})
+        own = ["acts_alone"] if alone else []
+        return frozenset({"shards", "takes_empty", "takes_blocks", *own})
 
     def validate(self, state: DistState, plan: Plan) -> None:
         """Refuse a model that FSDP cannot shard, and transforms that do not work with FSDP."""
