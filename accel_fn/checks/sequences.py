@@ -1,9 +1,10 @@
-"""Compare the start of a few sequences: as wrap_cp cuts them over an axis, and whole on each rank."""
+"""Compare a window of a few sequences: as wrap_cp cuts it over an axis, and whole on each rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
@@ -36,7 +37,7 @@ _MOST_STEPS = 10
 
 
 class SequenceCheck(Observer):
-    """In steps 1, 2, 10 and 100, runs the start of two sequences whole on each rank, and cut.
+    """In steps 1, 2, 10 and 100, runs a window of two sequences whole on each rank, and cut.
 
     A model may make its own positions, shift its labels, or mix tokens outside of attention. With
     wrap_cp it would then silently train on something else. All ranks run the same rows, which one
@@ -92,29 +93,36 @@ class SequenceCheck(Observer):
         # next step too.
         self._is_due = most < 2 and self._num_steps < _MOST_STEPS
         if not most:
-            self.text = "could not be compared with the whole one: no row has labels at its start"
+            self.text = "could not be compared with the whole one: no row has labels"
             return None
         return broadcast(own, state, source=every.index(most))
 
     def _own_rows(self, strategy: ContextParallel, batch: Any) -> tuple[int, Any]:
-        """Find the two rows that have labels in the most blocks.
+        """Find the first window of a micro-batch that has labels in several blocks.
 
-        Return the number of these blocks for the first row, and the start of both rows.
+        Return the number of these blocks for one row, and the window of this row and another one.
         """
-        found: list[tuple[int, int, int, Any]] = []
-        for number, part in enumerate(cut(self._plan, batch)[0]):
-            start = strategy.start_of(part, _MOST_TOKENS)
-            for row in range(min(len(tensors_of(start)[0]), _MOST_ROWS)):
-                one = map_tensors(itemgetter(slice(row, row + 1)), start)
-                weights = strategy.weights_of(self._plan, one)[1:]
-                found.append((sum(map(bool, weights)), -number, row, start))
-        found.sort(key=lambda each: each[:3], reverse=True)
-        if not found:
-            return 0, None
-        most, number, first, start = found[0]
-        second = next((row for _, other, row, _ in found[1:] if other == number), first)
-        rows = sorted({first, second})
-        return most, map_tensors(itemgetter(rows), start)
+        parts = cut(self._plan, batch)[0]
+        best: tuple[int, Any] = (0, None)
+        # Prompts may fill the start of all sequences, so search on until there are labels.
+        for windows in zip_longest(*[strategy.windows_of(each, _MOST_TOKENS) for each in parts]):
+            for window in windows:
+                if window is not None and any(*weigh(self._plan.weight_fn, [window])):
+                    found = self._rows_of(strategy, window)
+                    best = max(best, found, key=itemgetter(0))
+            if best[0] > 1:
+                break
+        return best
+
+    def _rows_of(self, strategy: ContextParallel, window: Any) -> tuple[int, Any]:
+        """Return the most blocks in which one row has labels, and the two rows with the most."""
+        found: list[tuple[int, int]] = []
+        for row in range(min(len(tensors_of(window)[0]), _MOST_ROWS)):
+            one = map_tensors(itemgetter(slice(row, row + 1)), window)
+            found.append((sum(map(bool, strategy.weights_of(self._plan, one)[1:])), row))
+        found.sort(reverse=True)
+        rows = sorted(row for _, row in found[:2])
+        return found[0][0], map_tensors(itemgetter(rows), window)
 
     def _on_all_ranks(self, state: DistState, look: Callable[[], Any]) -> list[Any] | None:
         """Call `look` on all ranks and return the results; return None if `look` failed on one rank."""

@@ -34,6 +34,7 @@ NUMBERS: dict[str, Sequence[Any]] = {
     "batch_size": (6, 8, 9),
     "num_samples": (12, 15, 21, 23, 24),
     "seed": range(100),
+    "cp": (1,),
 }
 """The values of each number of a program, simplest first."""
 
@@ -138,14 +139,14 @@ class FieldProgram:
         found = KINDS[self.name]
         programs = Programs(*found.make(self.case))
         expected = programs.by_hand()
-        ran = Run(programs.natural, self.case.world_size, expected)
-        is_whole = self.case.world_size == self.case.k == 1
+        ran = Run(programs.natural, self.case, expected)
+        is_whole = self.case.world_size == self.case.k == self.case.cp == 1
         if ran.outcome != found.right and not (is_whole and ran.outcome == "equal"):
             return f"{ran.outcome}; right is: {found.right}"
         if ran.text and not re.search(found.repair, ran.text):
             return f"{ran.outcome} without the repair {found.repair!r}: {ran.text}"
         if programs.repaired is not None:
-            again = Run(programs.repaired, self.case.world_size, expected)
+            again = Run(programs.repaired, self.case, expected)
             if again.outcome != "equal":
                 return f"the repaired program: {again.outcome} {again.text}"
         return ran.outcome
@@ -162,7 +163,7 @@ case = {case}
 by_hand, *with_accel_fn = {make}(case)
 print(by_hand())
 from accel_fn.testing import simulate
-for each in with_accel_fn: print(simulate(each, world_size=case.world_size))
+for each in with_accel_fn: print(simulate(each, **case.world))
 """
 
 
@@ -170,13 +171,13 @@ class Run:
     """A program that ran on simulated ranks: its outcome, and the text of an error or a warning."""
 
     def __init__(
-        self, run: Callable[[af.DistState], Figures], world_size: int, expected: Figures
+        self, run: Callable[[af.DistState], Figures], case: Case, expected: Figures
     ) -> None:
         self._expected = expected
         quiet = redirect_stderr(io.StringIO())
         with quiet, warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
-            self._ends = simulate(lambda state: _ending(run, state), world_size=world_size)
+            self._ends = simulate(lambda state: _ending(run, state), **case.world)
         self._warned = [each for each in recorded if _is_ours(each)]
 
     @cached_property

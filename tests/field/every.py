@@ -10,5 +10,6 @@ from tests.field import (  # noqa: F401
     phases,
     ports,
     schedules,
+    sequences,
     shards,
 )

@@ -26,6 +26,15 @@ class Case:
     num_samples: int = 12
     batch_size: int = 6
     strategy: str = "wrap_ddp"
+    cp: int = 1
+    """The number of ranks that share each sequence."""
+
+    @property
+    def world(self) -> dict[str, Any]:
+        """What `simulate` takes."""
+        if self.cp == 1:
+            return {"world_size": self.world_size}
+        return {"mesh": {"dp": self.world_size, "cp": self.cp}}
 
     def generator(self) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)

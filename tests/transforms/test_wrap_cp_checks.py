@@ -140,6 +140,17 @@ def test_only_the_start_of_a_long_sequence_is_compared():
     assert lengths == {128, 64, 150}
 
 
+@pytest.mark.parametrize("first", [140, 299], ids=["one window", "the last token"])
+def test_a_window_with_labels_is_compared_where_prompts_fill_the_start(first):
+    batch = long.batches(4, length=300)[0]
+    batch["position_ids"] = batch["position_ids"] % long.MAX_TOKENS
+    batch["labels"][:, :first] = -100
+    batch["labels"][:, -1] = 1
+    model = with_layer(MeanOfTokens())
+    with pytest.raises(ValueError, match="model must compute each token by itself"):
+        simulate(lambda state: train(state, af.wrap_ddp(), model, batch=batch), mesh={"cp": 2})
+
+
 def test_a_plan_without_wrap_cp_makes_no_such_check():
     plan = ours.plan()
     _, step = af.build(plan, af.DistState())

@@ -236,8 +236,8 @@ class ContextParallel(Strategy):
         """Return the blocks of a micro-batch."""
         return blocks_in(part, self._dims, self._cp)
 
-    def start_of(self, part: Any, num_tokens: int) -> Any:
-        """Return the first `num_tokens` tokens of each sequence for each rank along the axis.
+    def windows_of(self, part: Any, num_tokens: int) -> Iterator[Any]:
+        """Yield windows of the sequences, each of `num_tokens` tokens for each rank along the axis.
 
         In an entry that `wrap_cp` does not cut, every dimension except dimension 0 is shortened if
         it is as long as a sequence.
@@ -245,19 +245,22 @@ class ContextParallel(Strategy):
         length = self.blocks_of(part).num_tokens
         most = num_tokens * self._cp.world_size
         if length <= most:
-            return part
+            yield part
+            return
 
-        def shortened(tensor: Tensor) -> Tensor:
+        def shortened(tensor: Tensor, start: int) -> Tensor:
             for dim in range(1, tensor.ndim):
                 if tensor.shape[dim] == length:
-                    tensor = tensor.narrow(dim, 0, most)
+                    tensor = tensor.narrow(dim, start, most)
             return tensor
 
-        start = map_tensors(shortened, part)
-        for name, dim in self._dims.items():
-            if name in part:
-                start[name] = part[name].narrow(dim, 0, most)
-        return start
+        for first in range(0, length, most):
+            start = min(first, length - most)
+            window = map_tensors(partial(shortened, start=start), part)
+            for name, dim in self._dims.items():
+                if name in part:
+                    window[name] = part[name].narrow(dim, start, most)
+            yield window
 
 
 def average_over(tensors: Sequence[Tensor], state: DistState) -> None:

@@ -67,7 +67,7 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp", attention: str = "gath
             that depend on the length (rope type "dynamic" or "longrope"). In a step, on all
             ranks: a batch that is not a mapping, has none of these entries, has them in several
             lengths, or has fewer tokens than ranks along the axis; weights of blocks that do not
-            add up to the weight of the sequence; in steps 1, 2, 10 and 100, which run the start of
+            add up to the weight of the sequence; in steps 1, 2, 10 and 100, which run a window of
             some sequences whole and cut: another loss, gradient or output of a layer. In a step, on
             each rank along the axis: attention with dropout, among other tokens than those of the
             block, or with a mask of another shape; `draw` in the loss.
@@ -80,7 +80,7 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp", attention: str = "gath
         attention at a time, the keys and values of the sequence. The weights of a micro-batch are
         counted once more for its blocks. With "ulysses", four all-to-alls of a block of queries,
         keys, values or outputs in the forward and four in the backward, and attention is computed
-        once. In steps 1, 2, 10 and 100, two more forwards and backwards of the first 64 tokens per
+        once. In steps 1, 2, 10 and 100, two more forwards and backwards of a window of 64 tokens per
         rank of two sequences, and with `wrap_ddp` one all-reduce of the gradients over the axis.
 
     Source: Dubey et al. 2024, arXiv:2407.21783, section 3.3.2; Jacobs et al. 2023, arXiv:2309.14509.
