@@ -254,6 +254,15 @@ def test_a_mask_and_its_gradient_are_those_of_the_whole_sequence(shape):
         ours.assert_close(actual, expected)
 
 
+def test_a_sum_and_its_count_are_refused_with_a_repair_that_keeps_the_weights():
+    def loss_fn(model, batch):
+        loss, metrics = long.loss_fn(model, batch)
+        return loss * metrics["right"][1], metrics["right"][1]
+
+    match = r"loss_fn must return the mean over the tokens .* got \(sum, count\); divide the sum"
+    refused(match, mesh={"cp": 2}, loss_fn=loss_fn)
+
+
 def test_metrics_that_differ_by_block_are_refused():
     def loss_fn(model, batch):
         loss, metrics = long.loss_fn(model, batch)

@@ -18,7 +18,7 @@ from accel_fn.core.batch import map_tensors
 from accel_fn.core.dtensor import is_sharded, local
 from accel_fn.core.grads import Grads
 from accel_fn.core.loop import Strategy
-from accel_fn.core.loss import Metrics, Outcome, leave_out
+from accel_fn.core.loss import Metrics, Outcome, leave_out, loss_module_of
 from accel_fn.core.plan import Plan, describe
 from accel_fn.core.report import Report
 from accel_fn.core.state import DistState
@@ -80,6 +80,11 @@ class ContextParallel(Strategy):
         `make_cp` calls this after it has changed the class of the strategy.
         """
         self._cp, self._dims, self._weight_fn = cp, dims, plan.weight_fn
+        loss_module_of(self.module).refuses_counts = (
+            "return the mean over the tokens that weight_fn counts, with wrap_cp, got (sum, count); divide the "
+            "sum by the count"
+        )
+        self.layout.counts = ()
         self._averages = averages
         """Whether this class must average gradients over the axis. The strategy averages over `dp`
         alone if wrap_tp has split the model."""
