@@ -67,10 +67,10 @@ def wrap_cp(dims: Mapping[str, int], *, axis: str = "cp", attention: str = "gath
             that depend on the length (rope type "dynamic" or "longrope"). In a step, on all
             ranks: a batch that is not a mapping, has none of these entries, has them in several
             lengths, or has fewer tokens than ranks along the axis; weights of blocks that do not
-            add up to the weight of the sequence; a loss `(sum, count)`; in steps 1, 2, 10 and 100, which run a window of
-            some sequences whole and cut: another loss, gradient or output of a layer. In a step, on
-            each rank along the axis: attention with dropout, among other tokens than those of the
-            block, or with a mask of another shape; `draw` in the loss.
+            add up to the weight of the sequence; a loss `(sum, count)`; in steps 1, 2, 10 and 100,
+            which run a window of some sequences whole and cut: another loss, gradient or output of
+            a layer. In a step, on each rank along the axis: attention with dropout, among other
+            tokens than those of the block, or with a mask of another shape; `draw` in the loss.
 
     Cost: for each attention, one all-gather of keys and values over the axis in the forward; in the
         backward, which computes attention a second time, one more and one all-to-all of the size of
