@@ -81,8 +81,8 @@ class ContextParallel(Strategy):
         """
         self._cp, self._dims, self._weight_fn = cp, dims, plan.weight_fn
         loss_module_of(self.module).refuses_counts = (
-            "return the mean over the tokens that weight_fn counts, with wrap_cp, got (sum, count); divide the "
-            "sum by the count"
+            "return the mean over the tokens that weight_fn counts, with wrap_cp, got (sum, count); divide "
+            "the sum by the count"
         )
         self.layout.counts = ()
         self._averages = averages
