@@ -118,6 +118,57 @@ def test_any_cut_is_one_process(name, kind):
     check(model_of(name), batches(kind), af.compose(af.wrap_ddp(), CUT), {"cp": 4})
 
 
+PADDED = {"pad_token_id": 0}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+ROUTED = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "v_head_dim": 4}
+FAMILIES = {
+    "Qwen2": {},
+    "Gemma": {"head_dim": 4},
+    "Gemma3Text": {"head_dim": 4, "sliding_window": 4},
+    "Phi": {},
+    "Phi3": PADDED,
+    "Olmo2": PADDED,
+    "GPTNeoX": {},
+    "SmolLM3": PADDED,
+    "Granite": {},
+    "Starcoder2": {"sliding_window": 4},
+    "Cohere2": {**PADDED, "sliding_window": 4},
+    "Llama4Text": {"head_dim": 4, "attention_chunk_size": 4, "num_local_experts": 2},
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {**EXPERTS, "head_dim": 4, "num_experts": 4},
+    "DeepseekV3": {**EXPERTS, **LATENT, **ROUTED, "num_key_value_heads": 4},
+}
+"""Further causal models, by the names of their configurations, and their settings."""
+
+
+def model_of_family(name, **settings):
+    config = getattr(transformers, f"{name}Config")(**{**GROUPED, **settings})
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
+    model = kind(config).double()
+    model.config.use_cache = False
+    model.config._experts_implementation = "eager"  # the others have no float64
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_of_other_families_are_one_process(name, kind):
+    recipe = af.compose(af.wrap_ddp(), CUT)
+    model = model_of_family(name, **FAMILIES[name])
+    # Some norms and rotations compute in float32.
+    check(model, batches(kind), recipe, {"cp": 2}, rel=1e-9, atol=1e-9)
+
+
+def test_layers_with_a_recurrence_are_refused_by_name():
+    heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "head_dim": 4}
+    sizes = {"linear_key_head_dim": 4, "linear_value_head_dim": 4, "num_experts": 4}
+    shared = {"shared_expert_intermediate_size": 16}
+    model = model_of_family("Qwen3Next", **EXPERTS, **heads, **sizes, **shared)
+    refused(r"got model\.layers\.0\.linear_attn", model, batches("plain")[0])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_attend_for_some_heads_are_one_process(kind):
     cut = af.wrap_cp({"input_ids": 1, "labels": 1, "position_ids": 1}, attention="ulysses")
