@@ -12,6 +12,7 @@ from itertools import takewhile
 import libcst as cst
 
 from accel_fn.contrib.migrate.facts import Facts
+from accel_fn.contrib.migrate.names import names_in, reads, writes
 from accel_fn.contrib.migrate.source import Edit, last, walk
 
 _DRAWS = re.compile(
@@ -22,7 +23,6 @@ _DRAWS = re.compile(
 _OF_ROWS = ("torch.randn", "torch.rand", "torch.randint", "torch.randn_like", "torch.rand_like")
 """Functions that may draw a row of random numbers for each row of the batch."""
 _LABELS = r"\w*(CausalLM|Seq2SeqLM|ConditionalGeneration|MaskedLM|TokenClassification)"
-_ASSIGNS = cst.AssignTarget | cst.AnnAssign | cst.AugAssign | cst.NamedExpr | cst.For
 _TRANSPARENT = ("accumulate", "autocast", "no_sync")
 """accelerate's contexts that the new loop does not need, since a step enters its own."""
 
@@ -670,58 +670,3 @@ def _in_place(node: cst.Assign | cst.AnnAssign) -> bool:
         [node.target] if isinstance(node, cst.AnnAssign) else [each.target for each in node.targets]
     )
     return any(isinstance(each, cst.Subscript | cst.Attribute) for each in targets)
-
-
-def names_in(node: cst.CSTNode | None) -> Iterator[str]:
-    """Yield the names of a node: variables, and attributes of self."""
-    if isinstance(node, cst.Name):
-        yield node.value
-    elif isinstance(node, cst.Attribute):
-        if isinstance(node.value, cst.Name) and node.value.value == "self":
-            yield f"self.{node.attr.value}"
-        else:
-            yield from names_in(node.value)
-    elif isinstance(node, cst.Arg):
-        # The keyword names a parameter of the called function, not a variable.
-        yield from names_in(node.value)
-    elif isinstance(node, cst.BaseComp | cst.Lambda):
-        own = {
-            name
-            for each in walk(node)
-            if isinstance(each, cst.CompFor | cst.Param)
-            for name in names_in(each.target if isinstance(each, cst.CompFor) else each.name)
-        }
-        yield from (name for child in node.children for name in names_in(child) if name not in own)
-    elif node is not None:
-        for child in node.children:
-            yield from names_in(child)
-
-
-def writes(node: cst.CSTNode) -> Iterator[str]:
-    """Yield the names that a statement assigns or changes in place."""
-    for each in walk(node):
-        if isinstance(each, _ASSIGNS):
-            yield from _targets(each.target)
-        elif isinstance(each, cst.Expr) and isinstance(each.value, cst.Call):
-            function = each.value.func
-            if isinstance(function, cst.Attribute) and function.attr.value.endswith("_"):
-                yield from _targets(function.value)
-
-
-def _targets(node: cst.CSTNode) -> Iterator[str]:
-    """Yield the names in a target; only `a` for `a[i]` and `a.b`."""
-    if isinstance(node, cst.Subscript):
-        yield from _targets(node.value)
-    else:
-        yield from names_in(node)
-
-
-def reads(node: cst.CSTNode) -> Iterator[str]:
-    """Yield the names that a statement reads."""
-    if isinstance(node, cst.Assign):
-        yield from names_in(node.value)
-        for each in node.targets:
-            if isinstance(each.target, cst.Subscript | cst.Attribute):
-                yield from names_in(each.target)
-    else:
-        yield from names_in(node)
