@@ -45,7 +45,8 @@ class SequenceCheck(Observer):
 
     Cost: in these steps, a broadcast of the rows, two forwards and backwards of at most 64 tokens
     per rank along the axis, under wrap_ddp an all-reduce of the gradients over the axis, and three
-    small collectives.
+    small collectives. The `weight_fn` counts window after window, until one has labels in several
+    blocks.
     """
 
     def __init__(self, plan: Plan, strategy: Strategy, state: DistState) -> None:

@@ -25,12 +25,13 @@ _COMPILING = (f"_dynamo{os.sep}convert_frame.py", f"_inductor{os.sep}compile_fx.
 # Functions by which a report finds the phase of a step on the stack, so that a step need not record
 # it.
 _PHASES = {
-    "evaluate": "",
-    "predict": "",
-    "Strategy.outputs": "forward",
-    "run_backward": "backward",
-    "apply_update": "update",
+    "accel_fn.observe.evaluate.evaluate": "",
+    "accel_fn.observe.predict.predict": "",
+    "accel_fn.core.loop.Strategy.outputs": "forward",
+    "accel_fn.core.torch_internals.run_backward": "backward",
+    "accel_fn.core.update.apply_update": "update",
 }
+"""The phase of a step that each function runs; "" for a function that runs outside of steps."""
 
 
 def is_in_python(file: str) -> bool:
@@ -140,7 +141,8 @@ class Stack:
 
     def phase(self) -> str:
         """Return the phase of a step that is on the stack: forward, backward or update; "" if none is."""
-        names = (frame.f_code.co_qualname for frame, _ in self.calls)
+        frames = (frame for frame, _ in self.calls)
+        names = (f"{each.f_globals.get('__name__')}.{each.f_code.co_qualname}" for each in frames)
         return next((_PHASES[name] for name in names if name in _PHASES), "")
 
     def __str__(self) -> str:

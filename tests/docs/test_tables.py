@@ -15,16 +15,15 @@ from accelerate import Accelerator
 
 import accel_fn as af
 from tests.support.processes import ROOT
-from tests.tools.words import user_pages
+from tests.tools.words import user_pages, without_code
 
 DOCS = ROOT / "docs"
-BLOCK = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 PROGRAMS = sorted((ROOT / "examples").glob("*.py"))
 
 
 def text_of(page):
     """Return a page without its blocks of code."""
-    return BLOCK.sub("", (DOCS / page).read_text(encoding="utf-8"))
+    return without_code((DOCS / page).read_text(encoding="utf-8"))
 
 
 def trees(text):

@@ -292,7 +292,16 @@ def test_the_phase_of_a_step_is_read_off_the_stack():
     assert phases == ["forward", "backward", "update"]
     phases.clear()
     af.evaluate(step, state, [torch.ones(3, 2)])
-    assert phases == [""]  # the forward of an evaluation is none of a step
+    af.predict(step, state, [torch.ones(3, 2)], lambda model, batch: [note(), model(batch)][1])
+    assert phases == ["", ""]  # the forward of an evaluation is none of a step
+
+    def evaluate():
+        """A function of the user, as searches for hyperparameters call one, in which a run trains."""
+        step(state, torch.ones(3, 2))
+
+    phases.clear()
+    evaluate()
+    assert phases == ["forward", "backward", "update"]
     assert Stack.of_thread(sys._getframe()).phase() == ""
     assert Stack.of_thread(None).calls == ()
 

@@ -22,10 +22,14 @@ def user_pages() -> list[Path]:
     return [ROOT / "README.md", *sorted(found)]
 
 
+def without_code(text: str) -> str:
+    """Return a page without its blocks of code."""
+    return re.sub(r"^( *)(`{3,}).*?^\1\2 *$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
 def num_words(text: str) -> int:
     """Count words outside of blocks of code; a link counts by its text."""
-    text = re.sub(r"^( *)(`{3,}).*?^\1\2 *$", "", text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", without_code(text), flags=re.DOTALL)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     return sum(bool(re.search(r"\w", word)) for word in text.split())
 
